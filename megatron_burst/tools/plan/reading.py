@@ -70,11 +70,14 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         model=model_of(given),
         cluster=cluster,
         gpus=gpus,
-        tensor=whole(given, "tensor-model-parallel-size"),
+        tensor=(tensor := whole(given, "tensor-model-parallel-size")),
         context=whole(given, "context-parallel-size"),
+        hides_experts=bool(given.get("overlap-moe-expert-parallel-comm")),
         pipeline=whole(given, "pipeline-model-parallel-size"),
         virtual=_virtual(given),
         expert=whole(given, "expert-model-parallel-size"),
+        expert_tensor=whole(given, "expert-tensor-parallel-size", tensor),
+        gathers_tokens=given.get("moe-token-dispatcher-type", "allgather") == "allgather",
         tokens=whole(given, "seq-length"),
         sequences=whole(given, "global-batch-size"),
         micro=whole(given, "micro-batch-size"),
@@ -260,14 +263,9 @@ def _refuse(given: Flags) -> None:
         if given.get(name) and str(given[name]) not in _ALLOWED.get(name, ()):
             raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
     # Attention and the MLP are layers of their own in a HybridModel.
-    layers = 2 if "hybrid-layer-pattern" in given else 1
-    tensor = whole(given, "tensor-model-parallel-size")
-    for name, usual, reason in (
-        ("recompute-num-layers", layers, f"{layers} alone"),
-        ("expert-tensor-parallel-size", tensor, f"experts are cut as all else, over {tensor}"),
-    ):
-        if (value := whole(given, name, usual)) != usual:
-            raise ValueError(f"--{name} {value} cannot be predicted here: {reason}")
+    layers, name = 2 if "hybrid-layer-pattern" in given else 1, "recompute-num-layers"
+    if (value := whole(given, name, layers)) != layers:
+        raise ValueError(f"--{name} {value} cannot be predicted here: {layers} alone")
     for name, reason in _BESIDE_FSDP.items():
         if given.get("use-megatron-fsdp") and str(given.get(name, "1")) not in ("1", "False"):
             raise ValueError(f"--use-megatron-fsdp beside --{name} {given[name]}: {reason}")
