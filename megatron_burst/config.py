@@ -65,8 +65,8 @@ class BurstConfig:
 
     backward: Backward = Backward.AUTO
     """What the backward ring sends. kv: K, V and their gradients. query: Q, dO, the gradient of Q,
-    LSE and delta. auto: the faster by the planner's clock, under sparse masks that of fewer bytes
-    on the bottleneck link, where work stays as even; logged."""
+    LSE and delta. auto: the faster by the planner's clock, where work stays as even;
+    logged."""
 
     topology: Topology = Topology.AUTO
     """Which way blocks take. flat: one ring over all ranks, node by node. double: a hierarchical
@@ -256,7 +256,8 @@ class LmHeadConfig:
     memory_mb: int | None = None
     """How much memory, in MiB, --lm-head-loss chunked may take on a rank beside the hidden states,
     the weight, their gradients and up to 32 bytes a token (default: 512, or as much as chunks of
-    2048 tokens take)."""
+    2048 tokens take). With room for the weight's gradient in float32, too, logits are made once,
+    not in forward and backward; by default where that takes at most 1024."""
 
     def __post_init__(self) -> None:
         _settle_enums(self)

@@ -1,5 +1,6 @@
 """One rank's attention on fake CUDA tensors: what it does, without a device or other ranks."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Channel, Item, Send
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.layout import Layout
-from megatron_burst.transport.comm import Communicator, Message
+from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import members_of_channels
+from megatron_burst.transport.lowered import Batch as Messages
+from megatron_burst.transport.lowered import Message
+from megatron_burst.transport.memory import joined
 from tests.counting import Counting
 
 
@@ -54,30 +58,35 @@ class Posted(NamedTuple):
     peer: int
     item: Item
     channel: Channel
-    shape: torch.Size
-    dtype: torch.dtype
+    bytes: int
 
 
 type Batch = Sequence[Posted]  # messages that are posted together
 
 
 class Recorder(Communicator):
-    """Remembers what is posted, in this order."""
+    """Remembers what is posted, in this order.
+
+    What torch's allocator owns of it stays until the end, as where the host is ahead of the device:
+    NCCL's group records it on its stream. A rank's own blocks are aliases, see `message_of`.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._watchdog = None  # nothing gets through
         self.batches: list[Batch] = []
+        self.held: list[Any] = []
 
-    def start(self, messages: Sequence[Message], where: str) -> Any:
-        self.batches.append([_posted(message) for message in messages])
-        return super().start(messages, where)
+    def start(self, batch: Messages, own: Any) -> Any:
+        self.batches.append([_posted(message, own) for message in batch.messages])
+        self.held += (m.bytes.untyped_storage() for m in batch.messages if m.bytes is not None)
+        return super().start(batch, own)
 
 
-def _posted(message: Message) -> Posted:
-    transfer, _, tensor, _ = message
+def _posted(message: Message, own: Any) -> Posted:
+    transfer = message.transfer
     ends = isinstance(transfer, Send), transfer.peer, transfer.item, transfer.channel
-    return Posted(*ends, tensor.shape, tensor.dtype)
+    return Posted(*ends, message.of(own).nbytes)
 
 
 class Pass(NamedTuple):
@@ -112,6 +121,7 @@ def count(
     rank: int | None = None,
     head_chunks: int = 1,
     layout: Layout | None = None,
+    memory_limit: float = math.inf,
 ) -> Counted:
     """Count a rank's work in bfloat16, [1, tokens, heads, 128]; 8 heads of one kv head, else 4."""
     topology = topology or ("flat" if nodes == 1 else "double")
@@ -125,7 +135,8 @@ def count(
         channels = {c: dist.new_group(list(range(ranks))) for c in wanted}
         recorder = Recorder(range(ranks), channels, 60.0)
         world, heads_apart = dist.group.WORLD, head_groups(node_of, 1)
-        context = BurstContext(config, world, grid, node_of, recorder, heads_apart)
+        made = config, world, grid, node_of, recorder, heads_apart
+        context = BurstContext(*made, memory_limit=memory_limit)
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
             patch.setattr(preparing, "select_kernel", lambda *_: kernel or EmptyKernel())
             patch.setattr(preparing, "log_choice", lambda *_: None)  # asks what GPU there is
@@ -134,6 +145,7 @@ def count(
                 torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
                 for heads in (heads, kv_heads, kv_heads)
             )
+            k, v = joined((k, v))  # as attention keeps them
             chunk = (x[:, :, : x.shape[2] // head_chunks] for x in (q, k, v))
             call = prepare(context, *chunk, mask, 1.0, layout=layout)
 

@@ -30,7 +30,8 @@ from megatron_burst.kernels.dtypes import as_autocast, without_autocast
 from megatron_burst.plans.choice.head_parallel import kv_head_copies
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
-from megatron_burst.transport.comm import Block
+from megatron_burst.transport.lowered import Block
+from megatron_burst.transport.memory import joined
 
 
 @overload
@@ -98,9 +99,11 @@ def ring_attention(
     holds all; where a sparse mask's rows go straight to who needs them, a rank holds all that it
     needs. With as many kv heads as query heads, causal in bfloat16, what lives beside inputs and
     output is, in multiples of q, on a flat ring 7.1 in the forward and in the backward 16.5 (kv) or
-    15.6 (query), under windows and documents up to 36.5 and 19.1; on a double ring 9.1, and 30.5 or
-    23.7. With the heads in two chunks (`--burst-head-chunks`, on GPUs the default of long shards)
-    those are 5.6, 12.3, 11.8; 6.6, 19.3 and 15.8, and with four 3.3, 7.7, 7.4; 3.8, 11.2 and 9.4.
+    15.6 (query); on a double ring 9.1, and 31 or 25.7; of what goes straight under windows and
+    documents up to 17.1, and 31.5 or 24.3, within `--burst-memory-mb`. With the heads in two chunks
+    (`--burst-head-chunks`, on GPUs the default of long shards) those of rings are 5.6, 12.3, 10.8;
+    6.6, 19.5 and 15.9, and with four 3.3, 7.7, 6.9; 3.8, 11.3 and 9.5. Of it the context keeps the
+    memory of messages for the next call: see `free_messages`.
     A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together. Under torch.autocast
     all is cast to its dtype, as for the products above.
@@ -236,8 +239,9 @@ class _RingAttention(torch.autograd.Function):
         memory: AttentionMemory | None,
         add_weight_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.contiguous() for x in (q, k, v))  # messages are; q for the kernels' sake
-        latent = latent if latent is None else latent.contiguous()
+        if call.moves_keys and latent is None and chunks == 1:
+            k, v = joined((k, v))  # as they travel, in both passes
+        q, k, v = (x.contiguous() for x in (q, k, v))  # for the kernels' sake
 
         def one_chunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Block:
             return forward(q, _keys(latent, weight, call, k, v), call, sink)

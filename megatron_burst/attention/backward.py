@@ -8,7 +8,7 @@ from megatron_burst.attention.launches import Launch, rows_of
 from megatron_burst.attention.loop import Blocks, run
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.schedules.plan import Item, Kind
-from megatron_burst.transport.comm import Block
+from megatron_burst.transport.lowered import Block
 
 
 def backward(
@@ -17,8 +17,7 @@ def backward(
     """Return the gradients of this rank's q, k, v and latent in the dtype of q."""
     plan = call.backward_plan
     query: Block = (q, dout, lse)
-    moved = {send.item.kind for send in plan.sends} | {r.item.kind for r in plan.receives}
-    if Kind.QUERY in moved:
+    if call.moves_queries:
         query = (q, dout, lse, surrogate_factor(dout, out))
     surrogates: dict[Item, Tensor] = {}  # the last visitor's alone
     sums = keys.sums(q, call.wire)
@@ -36,6 +35,6 @@ def backward(
 
     own = {Kind.QUERY: query, Kind.KV: keys.sent}
     run("backward", plan, call.backward_launches, own, sums, call, differentiate)
-    totals = (sums.total(Item(kind, plan.rank)) for kind in (Kind.D_QUERY, Kind.D_KV))
-    dq, dk, dv, *dlatent = (x.to(q.dtype) for total in totals for x in total)
+    own_sums = (Item(kind, plan.rank) for kind in (Kind.D_QUERY, Kind.D_KV))
+    dq, dk, dv, *dlatent = (x for item in own_sums for x in sums.release(item, q.dtype))
     return dq, dk, dv, dlatent[0] if dlatent else None

@@ -1,5 +1,6 @@
 """What was planned and chosen for an attention call: all of it but its tensors."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -8,8 +9,9 @@ from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.launches import Launch, Launches, Parts, rows_of
 from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.kernels import Kernel, KernelInput
-from megatron_burst.plans.schedules.plan import Plan
+from megatron_burst.plans.schedules.plan import Item, Plan
 from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.lowered import Form, Lowered
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,18 @@ class AttentionPlan:
     backward_launches: Launches = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
     is_direct: bool = False  # whether a pass is a direct exchange
+    moves_keys: bool = False  # in either pass
+    moves_queries: bool = False  # in the backward
     choice: str = ""  # how messages go, in words that are the same on all ranks
+    known: dict[tuple[str, int], tuple[Plan, Lowered]] = field(default_factory=dict)
+    """What was lowered, by the pass and the identity of its plan."""
+
+    def lowered(self, name: str, plan: Plan, forms: Callable[[Item], Iterable[Form]]) -> Lowered:
+        """Return a pass made ready for its messages, once for all tensors of its shapes."""
+        key = name, id(plan)
+        if key not in self.known:
+            self.known[key] = plan, self.communicator.lower(name, plan, forms)
+        return self.known[key][1]
 
     def of_rows(
         self, some: Launch, q: Tensor, k: Tensor, v: Tensor, leaves_room: bool = False

@@ -25,7 +25,7 @@ from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
-from megatron_burst.transport.links import machine_here
+from megatron_burst.transport.links import machine_here, rate_between
 from megatron_burst.transport.objects import check_agreement, gather_objects, of_first_rank
 from megatron_burst.transport.warm_up import Connections
 
@@ -125,6 +125,13 @@ class BurstContext:
         """Payload bytes that this rank has sent so far."""
         return self.communicator.bytes_sent
 
+    def free_messages(self) -> int:
+        """Free the memory that is kept for messages; return its bytes. The next call takes it anew.
+
+        For a while without attention; not between layers.
+        """
+        return self.communicator.memory.give_back()
+
     def layout(self, tokens: int) -> Layout:
         """Return which tokens of a sequence each rank holds.
 
@@ -177,8 +184,10 @@ def _chosen_degree(
     What another reads of its node may differ.
     """
 
+    between = rate_between(group, nodes) if config.algorithm is Algorithm.BURST else None
+
     def choose_here() -> tuple[Machine, int, str]:
-        here = machine_here()
+        here = machine_here(between)
         return here, *choose_degree(config, nodes, shape, memory_limit, here)
 
     machine, size, why = of_first_rank(group, _LEARN, choose_here, config.timeout_seconds)

@@ -8,7 +8,7 @@ from megatron_burst.attention.launches import Launch
 from megatron_burst.attention.loop import Blocks, run
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.schedules.plan import Kind
-from megatron_burst.transport.comm import Block
+from megatron_burst.transport.lowered import Block
 
 
 def forward(

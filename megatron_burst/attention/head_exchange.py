@@ -15,11 +15,13 @@ from torch.autograd.function import once_differentiable
 from megatron_burst.plans.schedules.assembly import assemble
 from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Plan
 from megatron_burst.plans.visibility.layout import Layout
-from megatron_burst.transport.comm import Communicator, Transfers
+from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.lowered import Block, Form, Lowered
+from megatron_burst.transport.memory import write
 from megatron_burst.transport.profiling import span
 
-# Of q, k and v, there and back: 252 operations. NCCL may hang with more than 256 in one group.
-_PEERS_AT_A_TIME = 42
+# There and back: 252 operations. NCCL may hang with more than 256 in one group.
+_PEERS_AT_A_TIME = 126
 
 
 @cache
@@ -49,6 +51,7 @@ class HeadExchange:
         self.rank, self.ranks = rank, layout.ranks
         self._layout, self._communicator = layout, communicator
         self.plan = exchange_plan(rank, layout.ranks)
+        self._known: dict[tuple[Form, ...], Lowered] = {}
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """[batch, rank's tokens, heads, d] -> [batch, group's tokens, heads / ranks, d], each.
@@ -63,24 +66,31 @@ class HeadExchange:
         return _AllToAll.apply(self, False, *tensors)
 
     def exchange(self, tensors: Sequence[Tensor], to_heads: bool) -> tuple[Tensor, ...]:
-        """Carry out one all-to-all; what goes from rank to rank goes together."""
-        parts = list(zip(*(self._cut(x, to_heads) for x in tensors), strict=True))
-        outgoing = {_share(self.rank, t): part for t, part in enumerate(parts)}
-        arriving = self._communicator, "head exchange", self.plan
-        transfers = Transfers(*arriving, lambda _: parts[self.rank])
-        with self._communicator.in_pass("head exchange"), span("head exchange"):
-            for number, step in enumerate(self.plan.steps):
-                transfers.post(number, step, outgoing)
-                for item, block in transfers.land(number):
-                    parts[item.owner] = block
-        return tuple(self._join(of_one, to_heads) for of_one in zip(*parts, strict=True))
+        """Carry out one all-to-all; what goes from rank to rank is one message."""
+        parts = {self.rank: self._cut(tensors, self.rank, to_heads)}
+        forms = tuple(Form(t.shape, t.dtype) for t in parts[self.rank])
+        if forms not in self._known:
+            lower = self._communicator.lower
+            self._known[forms] = lower("head exchange", self.plan, lambda _: forms)
+        lent = self._communicator.transfers(self._known[forms], {}, tensors[0].device)
+        with self._communicator.in_pass("head exchange"), span("head exchange"), lent as transfers:
+            for number in range(len(self.plan.steps)):
+                for item, into in transfers.writes(number):
+                    write(into, self._cut(tensors, item.target, to_heads))
+                transfers.post(number)
+                parts |= {item.owner: block for item, block in transfers.land(number)}
+            of_each = zip(*(parts[rank] for rank in range(self.ranks)), strict=True)
+            return tuple(self._join(of_one, to_heads) for of_one in of_each)
 
-    def _cut(self, x: Tensor, to_heads: bool) -> list[Tensor]:
+    def _cut(self, tensors: Sequence[Tensor], rank: int | None, to_heads: bool) -> Block:
+        """Return what another rank, or this one, gets of tensors."""
+        assert rank is not None
         if to_heads:
-            return [part.contiguous() for part in x.chunk(self.ranks, dim=2)]
-        return [self._layout.shard(x, rank, dim=1).contiguous() for rank in range(self.ranks)]
+            return tuple(x.chunk(self.ranks, dim=2)[rank] for x in tensors)
+        return tuple(self._layout.shard(x, rank, dim=1) for x in tensors)
 
     def _join(self, parts: tuple[Tensor, ...], to_heads: bool) -> Tensor:
+        """Put the parts of all ranks together, in memory of their own."""
         return self._layout.unshard(parts, dim=1) if to_heads else torch.cat(parts, dim=2)
 
 

@@ -11,7 +11,8 @@ from megatron_burst.attention.sums import Sums, WireDtypes
 from megatron_burst.kernels.dtypes import accumulation_dtype, as_autocast
 from megatron_burst.plans.choice.cost import LatentShape
 from megatron_burst.plans.schedules.plan import Item, Kind
-from megatron_burst.transport.comm import Block
+from megatron_burst.transport.lowered import Block
+from megatron_burst.transport.memory import joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class KeysAndValues:
     def __init__(self, rank: int, k: Tensor, v: Tensor) -> None:
         self._rank = rank
         self.own: Block = (k, v)
-        self.sent: Block = (k, v)  # contiguous tensors with the tokens second
+        self.sent: Block = (k, v)  # tensors with the tokens second
 
     def read(self, _: Item, block: Block) -> Block:
         """Return k and v of a key block, the own one or a visitor's, as it was sent."""
@@ -92,8 +93,7 @@ class ExpandedLatents(KeysAndValues):
         self._weight, self._differentiates_weight = weight, differentiates_weight
         self._heads, self._value_dim = v.shape[2:]
         self.content_dim = len(weight) // self._heads - self._value_dim
-        rotary = k[:, :, :1, self.content_dim :].contiguous()
-        self.sent = (latent[:, :, None], rotary)
+        self.sent = joined((latent[:, :, None], k[:, :, :1, self.content_dim :]))
         self.visitor: Block = ()  # its latents
         self._item = Item(Kind.KV, rank)  # of the last visitor
         self._made = self.own

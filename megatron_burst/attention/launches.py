@@ -14,7 +14,7 @@ from megatron_burst.plans.schedules.batches import Known, TileBatch, batches_of
 from megatron_burst.plans.schedules.plan import Part, Plan, Receive, Send, Tiles
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.interval import Interval
-from megatron_burst.transport.comm import Block
+from megatron_burst.transport.lowered import Block
 from megatron_burst.transport.pinned import to_device
 
 

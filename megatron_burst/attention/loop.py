@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 
 from megatron_burst.attention.call import AttentionPlan
-from megatron_burst.attention.launches import Launch, Launches, Parts, rows_of
+from megatron_burst.attention.launches import Launch, Launches, rows_of
 from megatron_burst.attention.sums import Sums
 from megatron_burst.plans.schedules.plan import Item, Kind, Plan
-from megatron_burst.transport.comm import Block, Transfers
+from megatron_burst.transport.lowered import Block, Form, forms_of
+from megatron_burst.transport.memory import write
 from megatron_burst.transport.profiling import span
 
 type Blocks = Mapping[Item, Block]
@@ -32,36 +33,34 @@ def run(
         call: whose transport and parts these are.
         compute: makes a kernel call, of which it is told whether to leave room for messages.
     """
+
+    def forms(item: Item) -> list[Form]:
+        return sums.forms(item) if item.kind.is_result else forms_of(of_rows(item))
+
+    def of_rows(item: Item) -> Block:
+        return rows_of(own[item.kind], item.packed)
+
     blocks = {Item(kind, plan.rank): block for kind, block in own.items()}
-    blocks |= _to_send(plan, blocks, call.parts)
-
-    def template(item: Item) -> Block:
-        return sums.template(item) if item.kind.is_result else rows_of(own[item.kind], item.packed)
-
-    transfers = Transfers(call.communicator, name, plan, template)
-    for number, step in enumerate(plan.steps):
-        transfers.post(number, step, blocks | sums.hand_on(step.sends))
-        for some in calls[number]:
-            sums.make_room(some)
-            with span(name, number, "tile", some.tile.query_owner, some.tile.key_owner):
-                results = compute(some, blocks, call.leaves_room and transfers.are_under_way)
-            with span(name, number, "merge"):
-                sums.collect(some, results)
-            del results  # else they would live beside the next call's
-        sums.end_step()
-        for item, block in transfers.land(number):
-            if item.kind.is_result:
+    lowered = call.lowered(name, plan, forms)
+    with call.communicator.transfers(lowered, own, next(iter(own.values()))[0].device) as transfers:
+        for number in range(len(plan.steps)):
+            for item, into in transfers.writes(number):
+                if item.kind.is_result:
+                    sums.hand_on(item, into)
+                else:
+                    write(into, rows_of(own[item.kind], call.parts.get(item.part)))
+            transfers.post(number)
+            for some in calls[number]:
+                sums.make_room(some)
+                with span(name, number, "tile", some.tile.query_owner, some.tile.key_owner):
+                    results = compute(some, blocks, call.leaves_room and transfers.are_under_way)
                 with span(name, number, "merge"):
-                    sums.take(item, block, call.parts)
-            else:
-                blocks[item] = block
-
-
-def _to_send(plan: Plan, blocks: Blocks, parts: Parts) -> dict[Item, Block]:
-    """Return what leaves of the rank's own blocks, whole or in parts; messages are contiguous."""
-    items = {send.item for send in plan.sends if not send.item.kind.is_result}
-    return {
-        item: tuple(t.contiguous() for t in rows_of(blocks[Item(*item[:2])], parts.get(item.part)))
-        for item in items
-        if item.owner == plan.rank
-    }
+                    sums.collect(some, results)
+                del results  # else they would live beside the next call's
+            sums.end_step()
+            for item, block in transfers.land(number):
+                if item.kind.is_result:
+                    with span(name, number, "merge"):
+                        sums.take(item, block, call.parts)
+                else:
+                    blocks[item] = block

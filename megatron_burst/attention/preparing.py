@@ -20,6 +20,7 @@ from megatron_burst.plans.choice.kv_or_latents import choose_keys
 from megatron_burst.plans.choice.planning import Choice, choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.gc_pause import without_gc
+from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary, first_saved_row
 from megatron_burst.plans.visibility.mask import Mask
@@ -123,11 +124,13 @@ def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
     return AttentionPlan(
         *(*plans, kernel, scale, messenger, wire, asked.soft_cap),
         sends_latents=shape.latents is not None,
-        leaves_room=room_pays(tiling, shape, choice.forward[0].cost),
+        leaves_room=room_pays(tiling, shape, choice.forward[0].cost, context.machine),
         forward_launches=forward,
         backward_launches=backward,
         parts=own_parts(plans, asked.device),
         is_direct=choice.is_direct,
+        moves_keys=any(Kind.KV in plan.moved for plan in plans),
+        moves_queries=Kind.QUERY in plans[1].moved,
         choice=said,
     )
 

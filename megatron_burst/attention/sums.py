@@ -1,6 +1,6 @@
 """What a rank adds up of what kernel calls return, of its own tokens and of those that visit it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from megatron_burst.attention.launches import (
 from megatron_burst.attention.sink import add_sink
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.kernels.in_triton import triton_kernels
-from megatron_burst.plans.schedules.plan import Item, Kind, Send
+from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.visibility.interval import Interval
-from megatron_burst.transport.comm import Block
+from megatron_burst.transport.lowered import Block, Form, forms_of
+from megatron_burst.transport.memory import write
 
 
 class WireDtypes(NamedTuple):
@@ -41,19 +42,24 @@ class Sums:
         wire: WireDtypes,
     ) -> None:
         self._rank, self._shaped, self._wire = rank, shaped, wire
+        self._wide = accumulation_dtype(next(iter(shaped.values()))[0].dtype)
         # What a single call returned stays as it came.
         self._sums: dict[Item, tuple[Rows, Block]] = {}
 
-    def template(self, item: Item) -> Block:
-        """Return tensors without storage of the shapes and dtypes in which an item arrives."""
+    def forms(self, item: Item) -> list[Form]:
+        """Return the shapes and dtypes in which an item travels."""
         dtype = self._wire.sums if item == item.sum else self._wire.partials
-        return tuple(
-            t.new_empty((1,), dtype=dtype or accumulation_dtype(t.dtype)).expand(t.shape)
-            for t in self._shape(item)
-        )
+        return [Form(t.shape, dtype or self._wide) for t in self._shape(item)]
 
     def make_room(self, call: Launch) -> None:
-        """Do before a kernel call what must not wait until its results are there, too."""
+        """Widen first results before a second call is made, not while it waits to be added."""
+        for item in self.added_by(call):
+            if item in self._sums:
+                self._whole(item)
+
+    def added_by(self, call: Launch) -> tuple[Item, ...]:
+        """Return what a kernel call adds to."""
+        return call.tile.gradients
 
     def collect(self, call: Launch, results: Block) -> None:
         """Add what a kernel call has returned; the tensors become ours."""
@@ -94,35 +100,46 @@ class Sums:
         """Return what was added up of an item, and to which rows; it starts anew."""
         return self._sums.pop(item)
 
-    def hand_on(self, sends: Iterable[Send]) -> dict[Item, Block]:
-        """Return, as they are sent, the sums among `sends`; they start anew."""
-        made: dict[Item, Block] = {}
-        for item in (send.item for send in sends if send.item.kind.is_result):
-            dtypes = [t.dtype for t in self.template(item)]
-            made[item] = tuple(t.contiguous() for t in self._pop_all(item.sum, dtypes))
-        return made
+    def hand_on(self, item: Item, into: Block) -> None:
+        """Write the item's sum to where it is sent from; it starts anew."""
+        rows, block = self._sums.pop(item.sum, (None, ()))
+        if rows == self._all_rows(item):
+            write(into, block)
+            return
+        for t, value in zip(into, self.nothing, strict=False):
+            t.fill_(value)
+        if rows is not None:
+            self.accumulate(into, rows, block)
 
     def total(self, item: Item) -> Block:
         """Return the item's sum, or what a single call returned where that covers all rows."""
         rows, block = self._sums.get(item, (None, ()))
         return block if rows == self._all_rows(item) else self._whole(item)
 
+    def release(self, item: Item, dtype: torch.dtype) -> list[Tensor]:
+        """Return the item's sum in this dtype; each tensor of it is freed before the next one."""
+        total = [*self.total(item)]
+        self._sums.pop(item, None)
+        return _to(dtype, total)
+
     def _whole(self, item: Item) -> Block:
         """Return the sum of all rows in the dtype of sums."""
-        dtypes = [accumulation_dtype(t.dtype) for t in self._shape(item)]
-        block = self._pop_all(item, dtypes)
-        self._sums[item] = self._all_rows(item), block
-        return block
-
-    def _pop_all(self, item: Item, dtypes: Sequence[torch.dtype]) -> Block:
-        """Return all rows of a sum in these dtypes; what is narrow is not made wide in between."""
-        rows, block = self._sums.pop(item, (None, ()))
-        if rows == self._all_rows(item):
-            return tuple(t.to(dtype) for t, dtype in zip(block, dtypes, strict=True))
-        empty = zip(self._shape(item), self.nothing, dtypes, strict=False)
-        total = tuple(torch.full(t.shape, x, dtype=d, device=t.device) for t, x, d in empty)
-        if rows is not None:
-            self.accumulate(total, rows, block)
+        rows, block = self._sums.get(item, (None, ()))
+        every = self._all_rows(item)
+        if rows == every and block[0].dtype is self._wide is block[-1].dtype:
+            return block
+        if rows == every:
+            narrow = [*self._sums.pop(item)[1]]
+            del block  # each tensor is freed before the next one is made wide
+            total = tuple(_to(self._wide, narrow))
+        else:
+            total = tuple(
+                torch.full(t.shape, x, dtype=self._wide, device=t.device)
+                for t, x in zip(self._shape(item), self.nothing, strict=False)
+            )
+            if rows is not None:
+                self.accumulate(total, rows, block)
+        self._sums[item] = every, total
         return total
 
     def _all_rows(self, item: Item) -> Interval:
@@ -130,6 +147,11 @@ class Sums:
 
     def _shape(self, item: Item) -> Block:
         return rows_of(self._shaped[item.kind.sum], item.packed)
+
+
+def _to(dtype: torch.dtype, tensors: list[Tensor]) -> list[Tensor]:
+    """Convert tensors, of which none is left in the list."""
+    return [tensors.pop(0).to(dtype) for _ in range(len(tensors))]
 
 
 class PartialOutputs(Sums):
@@ -149,14 +171,13 @@ class PartialOutputs(Sums):
         super().__init__(rank, {Kind.OUTPUT: (out, lse)}, WireDtypes())
         self._own = Item(Kind.OUTPUT, rank)
 
-    def template(self, item: Item) -> Block:
-        """Return tensors without storage of the shapes and dtypes in which an output arrives."""
-        return self._shape(item)
+    def forms(self, item: Item) -> list[Form]:
+        """Return the shapes and dtypes in which an output travels."""
+        return forms_of(self._shape(item))
 
-    def make_room(self, call: Launch) -> None:
-        """Widen a first result before a second one is computed, not while it waits to be added."""
-        if call.tile.output in self._sums:
-            self._whole(call.tile.output)
+    def added_by(self, call: Launch) -> tuple[Item, ...]:
+        """Return the output that a kernel call adds to."""
+        return (call.tile.output,)
 
     def collect(self, call: Launch, results: Block) -> None:
         """Add (out, lse) of a kernel call; the tensors become ours."""
@@ -182,4 +203,4 @@ class PartialOutputs(Sums):
         out_BSHD, lse_BHS = self.total(self._own)
         if sink is not None:
             out_BSHD, lse_BHS = add_sink(out_BSHD, lse_BHS, sink)
-        return out_BSHD.to(self.template(self._own)[0].dtype), lse_BHS
+        return out_BSHD.to(self._shape(self._own)[0].dtype), lse_BHS

@@ -3,13 +3,14 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, of_tokens, within
+from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, choose
+from megatron_burst.loss.kept import Keeper
 from megatron_burst.loss.products import OwnSum, WeightSum
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ class Call:
     memory_mb: float | None = None
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
+    weights: Tensor | None = None
+    """Of targets' shape: the gradient of the losses up to a factor, as far as is known."""
+    keeper: Keeper = field(default_factory=Keeper)
     weight_sum: Callable[[Tensor], WeightSum] = OwnSum  # for one backward
     on_chunking: Callable[[Chunking], None] = partial(logger.debug, "linear_cross_entropy: %s")
     on_best: Callable[[Tensor, Tensor], None] | None = None
@@ -66,7 +70,6 @@ class Call:
     def chunking(self, sizes: Sizes) -> Chunking:
         """Choose the chunks."""
         limit = None if self.memory_mb is None else int(self.memory_mb * MIB)
-        size = self.chunk_size
-        found = within(sizes, limit) if size is None else of_tokens(sizes, size)
+        found = choose(sizes, self.chunk_size, limit)
         self.on_chunking(found)
         return found

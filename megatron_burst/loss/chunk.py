@@ -36,22 +36,24 @@ class InTriton:
         self._logits = weight.new_empty(tokens, weight.shape[0])
         self._bounds = call.logit_scale, call.logit_softcap or 0.0
 
-    def _product(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        logits = torch.mm(hidden, self._weight.t(), out=self._logits[: len(hidden)])
-        return logits, targets.column.masked_fill(~targets.mine, -1)
-
     def statistics(self, hidden: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
         """See `InTorch`."""
-        logits, column = self._product(hidden, targets)
+        logits = torch.mm(hidden, self._weight.t(), out=self._logits[: len(hidden)])
+        column = targets.column.masked_fill(~targets.mine, -1)
         found = logits.new_empty((self._call.statistics, len(hidden)), dtype=torch.float32)
         best = None if self._call.on_best is None else torch.empty_like(column)
         self._kernels.logit_statistics(found, best, logits, column, *self._bounds)
         return found, best
 
-    def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
+    def gradient(
+        self, tokens: Tokens, targets: Targets, whole: int, highest: Tensor | None = None
+    ) -> LogitsGradient:
         """See `InTorch`."""
         hidden, lse, grad = tokens
-        logits, column = self._product(hidden, targets)
+        logits = self._logits[: len(hidden)]
+        if highest is None:
+            torch.mm(hidden, self._weight.t(), out=logits)
+        column = targets.column.masked_fill(~targets.mine, -1)
         smoothing = self._call.label_smoothing
         weights = self._call.z_loss, smoothing, smoothing / whole
         self._kernels.logit_gradient(logits, lse, grad, column, *self._bounds, *weights)
@@ -98,16 +100,23 @@ class InTorch:
         logits.sub_(highest[:, None]).exp_()
         return torch.stack([highest, logits.sum(1), target, *sums]), best
 
-    def gradient(self, tokens: Tokens, targets: Targets, whole: int) -> LogitsGradient:
+    def gradient(
+        self, tokens: Tokens, targets: Targets, whole: int, highest: Tensor | None = None
+    ) -> LogitsGradient:
         """Return the gradient of the unscaled, uncapped logits.
 
-        `targets` are those of the tokens among these rows; the whole vocabulary has `whole`.
+        `targets` are those of the tokens among these rows; the whole vocabulary has `whole`. Where
+        `statistics` was called last, for these tokens, what it made serves, with the largest logits
+        that it found; else logits are made again.
         """
         hidden, lse, grad = tokens
-        probabilities = self._logits(hidden).sub_(lse[:, None]).exp_()
         grad = grad * self._call.logit_scale
         smoothing, z_loss = self._call.label_smoothing, self._call.z_loss
         factor = grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad
+        if highest is None:
+            probabilities = self._logits(hidden).sub_(lse[:, None]).exp_()
+        else:  # they are exp(logit - highest)
+            probabilities, factor = self._wide[: len(hidden)], factor * (highest - lse).exp()
         probabilities.mul_(factor[:, None])
         if smoothing:
             probabilities.sub_((grad * (smoothing / whole))[:, None])

@@ -1,6 +1,6 @@
 """How many tokens a chunk has: from a memory limit, or as asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ LEAST_MB = 512
 ENOUGH = 2048
 """Tokens of a chunk for whose product the whole of dW is worth reading and writing: 2 V d FLOPs a
 token stand against 8 V d bytes a chunk, whatever V and d."""
+KEPT_MB = 1024  # by default for sums of dW from the forward to the backward
 DEFAULT = f"max({LEAST_MB} MiB, 8/7 ({ENOUGH} tokens of a chunk + float32 sums of dW of its own))"
 
 
@@ -28,6 +29,7 @@ class Sizes:
     slopes: bool = False  # the soft cap's derivative is kept beside the logits
     fused: bool = False  # logits are in the dtype of the weight alone
     sums_apart: bool = False  # dW is summed in memory that is not its gradient's
+    kept_apart: bool | None = None  # where the forward makes it; None: without the losses' weights
 
     @property
     def for_a_token_of_statistics(self) -> int:
@@ -57,9 +59,14 @@ class Sizes:
 
     @property
     def default_limit(self) -> int:
-        """Bytes for chunks of `ENOUGH` tokens beside all of dW and the statistics, `DEFAULT`."""
+        """Bytes by default, see `DEFAULT`."""
+        return max(LEAST_MB * MIB, self.least_for_all_rows)
+
+    @property
+    def least_for_all_rows(self) -> int:
+        """Bytes for chunks of `ENOUGH` tokens beside all of dW and the statistics."""
         chunk = min(self.tokens, ENOUGH) * self.for_a_token_of_the_chunk()
-        return max(LEAST_MB * MIB, -(-8 * (chunk + self.vocabulary * self.row_of_sums) // 7))
+        return -(-8 * (chunk + self.vocabulary * self.row_of_sums) // 7)
 
     @property
     def _wide(self) -> int:
@@ -81,18 +88,50 @@ class Chunking:
     tokens_of_rows: int  # of a chunk when dW is made in blocks of rows afterwards
     peak: int  # bytes
     rule: str  # that decided
+    keeps: bool = False  # the forward makes the gradients, for a backward that scales them
+    once: float = 0.0  # MiB with which it would; 0: with none
 
     @property
     def products(self) -> int:
         """How many products of a token with the weight's size are made, forward and backward.
 
-        Logits, dh and dW; in backward the logits again, and a third time for blocks of rows.
+        Logits, dh and dW; unless the forward makes all, the logits again, and a third time for
+        blocks of rows.
         """
-        return 4 if self.rows is None else 5
+        return 3 if self.keeps else 4 if self.rows is None else 5
 
     def __str__(self) -> str:
         blocks = f", dW in blocks of {self.rows} rows" if self.rows else ""
-        return f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB ({self.rule}){blocks}"
+        times = {3: "once", 4: "twice", 5: "three times"}[self.products]
+        less = f" (once with {self.once:.0f} MiB)" if self.once else ""
+        text = f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB ({self.rule}){blocks}"
+        return f"{text}, logits made {times}{less}"
+
+
+def choose(sizes: Sizes, chunk_size: int | None, limit: int | None) -> Chunking:
+    """Return chunks of so many tokens, or within a limit, and whether the forward makes gradients.
+
+    It does where it knows the weights of the losses and the limit has room for all of dW beside
+    chunks of `ENOUGH` tokens; by default if dW takes no more than `KEPT_MB`, or is there anyhow.
+
+    Raises:
+        ValueError: see `of_tokens` and `within`.
+    """
+    found = within(sizes, limit) if chunk_size is None else of_tokens(sizes, chunk_size)
+    if sizes.kept_apart is None:
+        return found
+    keeping = replace(sizes, sums_apart=sizes.kept_apart)
+    sums, needed = sizes.vocabulary * keeping.row_of_sums, keeping.least_for_all_rows
+    if chunk_size is not None or not sums:
+        room = True
+    elif limit is None:
+        room = sizes.sums_apart or sums <= KEPT_MB * MIB
+    else:
+        room = needed <= limit
+    if not room:
+        return replace(found, once=needed / MIB)
+    found = within(keeping, limit) if chunk_size is None else of_tokens(keeping, chunk_size)
+    return replace(found, keeps=True)
 
 
 def of_tokens(sizes: Sizes, chunk_size: int) -> Chunking:

@@ -1,5 +1,6 @@
 """The public function, its checks of the tensors, and the same for a framework."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,6 +27,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    reduction: str = "none",
 ) -> Tensor:
     """Loss of every token from its hidden state, a chunk of tokens at a time.
 
@@ -41,8 +43,9 @@ def linear_cross_entropy(
         return loss.view(targets.shape)
 
     Gradients go to `hidden` and `weight`; none is filtered out. dW is summed in float32 and rounded
-    once. Backward computes the logits of each chunk again. Under torch.autocast both are
-    used as they are, or where their dtypes differ in its dtype.
+    once. Backward computes the logits of each chunk again; under a reduction the forward makes the
+    gradients where memory allows, but in float16, and backward multiplies them by what it gets.
+    Under torch.autocast both are used as they are, or where their dtypes differ in its dtype.
 
     Args:
         hidden: [..., d] in float32, bfloat16, float16 or float64.
@@ -65,16 +68,21 @@ def linear_cross_entropy(
         logit_scale: factor of the logits, before the soft cap.
         group: the ranks over which the vocabulary is spread; None is this rank alone.
         sequence_parallel: `hidden` is this rank's part of the first dimension; targets are whole.
+        reduction: as in F.cross_entropy; the mean is over the targets that are not ignored.
 
     Returns:
-        Losses of targets' shape in float32 (float64 for float64), the same on all ranks of the
-        group. A target outside the vocabulary has the loss 1e30, which a mask of 0 makes 0. If its
-        loss counts after all, the gradients are NaN; on the CPU backward raises a ValueError.
+        Losses of targets' shape in float32 (float64 for float64), or one, the same on all ranks of
+        the group. A target outside the vocabulary has the loss 1e30, which a mask of 0 makes 0. If
+        its loss counts after all, the gradients are NaN; on the CPU backward raises a ValueError.
 
     Raises:
-        ValueError: shapes, dtypes or numbers that do not fit, both chunk_size and memory_mb, or a
+        ValueError: shapes, dtypes or settings that do not fit, both chunk_size and memory_mb, or a
             memory limit too small for one token.
     """
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")
+    counted = targets != ignore_index
+    number = counted.sum() if reduction == "mean" else 1
     call = Call(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -85,10 +93,12 @@ def linear_cross_entropy(
         memory_mb=memory_mb,
         group=group,
         sequence_parallel=sequence_parallel,
+        weights=None if reduction == "none" else counted.float() / number,
     )
     if hidden.dtype != weight.dtype:
         hidden, weight = as_autocast(hidden, weight)
-    return apply(hidden, weight, targets, call)
+    losses = apply(hidden, weight, targets, call)
+    return losses if reduction == "none" else losses.sum() / number
 
 
 def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor:
@@ -98,6 +108,11 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
     vocabulary = Vocabulary(weight.shape[0], group)
     spread = Spread(group, vocabulary.ranks if call.sequence_parallel else 1)
     _check(hidden, weight, targets, spread.parts)
+    sums = call.weight_sum(weight) if weight.requires_grad else None
+    # float16 has too little room below 1 without a loss scale, which the backward brings.
+    keeps = call.weights is not None and weight.dtype != torch.float16 and targets.numel() > 0
+    keeps &= torch.is_grad_enabled() and (hidden.requires_grad or sums is not None)
+    keeps &= call.keeper.is_free and not _is_captured(weight)
     sizes = Sizes(
         tokens=targets.numel(),
         vocabulary=weight.shape[0],
@@ -108,10 +123,16 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
         statistics=call.statistics,
         slopes=call.logit_softcap is not None,
         fused=triton_kernels(weight, "fused_loss") is not None,
-        sums_apart=weight.requires_grad and call.weight_sum(weight).apart,
+        sums_apart=sums is not None and sums.apart,
+        kept_apart=sums is not None and sums.kept_apart if keeps else None,
     )
     head = Head(weight.detach(), call, vocabulary, spread, call.chunking(sizes))
     return LinearCrossEntropy.apply(hidden, weight, targets, head)
+
+
+def _is_captured(weight: Tensor) -> bool:
+    """Whether a CUDA graph is made, in which no host can wait for what the backward compares."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:

@@ -27,9 +27,14 @@ class WeightSum(Protocol):
 
     apart: bool
     """Whether the sum lies in memory that is not the gradient's own."""
+    kept_apart: bool
+    """Whether one that the forward keeps does."""
 
     def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
         """Add `gradient.T @ hidden` [rows, d] of a chunk's tokens."""
+
+    def add(self, total: Tensor, factor: float) -> None:
+        """Add `factor * total`, a sum that the forward kept; `total` may be taken."""
 
     def result(self) -> Tensor:
         """Return what autograd gets as the gradient of the weight."""
@@ -40,7 +45,7 @@ class OwnSum:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight, self._wide = weight, accumulation_dtype(weight.dtype)
-        self.apart = self._wide != weight.dtype
+        self.apart = self.kept_apart = self._wide != weight.dtype
         self.used = False
 
     @functools.cached_property
@@ -52,6 +57,10 @@ class OwnSum:
     def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
         """Add `gradient.T @ hidden`."""
         add_product(self.total, gradient, hidden)
+
+    def add(self, total: Tensor, factor: float) -> None:
+        """Take `factor * total`."""
+        self.total = total if factor == 1.0 else total.mul_(factor)
 
     def result(self) -> Tensor:
         """Return the sum, rounded once to the dtype of the weight."""

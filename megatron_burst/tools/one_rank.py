@@ -1,6 +1,6 @@
 """What one rank of a ring computes: its own plans, loops, kernels and sums; and a single call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,12 @@ from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.kernels import Kernel, KernelInput
 from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.band import Band
-from megatron_burst.transport.comm import Communicator, Message
+from megatron_burst.transport.comm import Communicator, Posted
+from megatron_burst.transport.lowered import Batch
+from megatron_burst.transport.memory import joined
 
 type Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and dout
 
@@ -52,9 +55,9 @@ class Silence(Communicator):
     def __init__(self, ranks: int) -> None:
         super().__init__(range(ranks), {}, timeout_seconds=1.0)
 
-    def start(self, messages: Sequence[Message], where: str) -> list[Any]:
+    def start(self, batch: Batch, own: Mapping[Kind, Tensor]) -> Posted:
         """Return nothing to wait for."""
-        return []
+        return Posted(batch, (), (), None)
 
 
 def context_of(
@@ -76,6 +79,8 @@ class OneRank:
 
     def __init__(self, context: BurstContext, tensors: Tensors, mask: Mask | None = None) -> None:
         self._q, k, v, self._dout = tensors
+        k, v = joined((k, v))  # as attention keeps them
+        self.tensors: Tensors = self._q, k, v, self._dout
         self.call = prepare(context, self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
         self._keys = KeysAndValues(self.call.forward_plan.rank, k, v)
         self.pairs = sum(tile.pairs for tile in self.call.forward_plan.tiles)

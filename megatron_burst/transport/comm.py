@@ -10,30 +10,53 @@ queued so far, waiting for it makes the current stream wait, and the host goes o
 import copy
 import datetime
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Send
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.backend import is_by_gloo, nccl_limit
-from megatron_burst.transport.errors import CommunicationError, named_errors
+from megatron_burst.transport.errors import CommunicationError
+from megatron_burst.transport.lowered import Batch, Block, Form, Lowered, LoweredStep, Transfer
+from megatron_burst.transport.memory import MessageMemory, message_of
 from megatron_burst.transport.pinned import pinned_like
 from megatron_burst.transport.profiling import span
 from megatron_burst.transport.watchdog import Watchdog
 
-_CHANNELS = list(Channel)
-
-type Block = tuple[Tensor, ...]  # the tensors of an item
-type _Work = tuple[str, dist.Work, datetime.timedelta | None]  # with what it does; its time limit
-
 _NEVER = 2  # a tag that no message has
 _AT_ONCE = datetime.timedelta(milliseconds=1)
+
+type _Call = tuple[Callable[..., dist.Work], list[Tensor], int]  # send or receive, what, which peer
+
+
+class _Ready(NamedTuple):
+    """A batch as torch takes it."""
+
+    group: dist.ProcessGroup
+    calls: Sequence[_Call]
+    arriving: Sequence[tuple[Tensor, Tensor]]  # where it is to be, and the wire, if that is another
+    by_gloo: bool
+
+
+class Posted(NamedTuple):
+    """A batch on its way."""
+
+    batch: Batch
+    works: Sequence[dist.Work]
+    arriving: Sequence[tuple[Tensor, Tensor]]
+    seconds: datetime.timedelta | None  # the host waits so long; None: not at all
+
+
+class _Title(NamedTuple):
+    batch: Batch
+
+    def __str__(self) -> str:
+        return f"rank {dist.get_rank()}, {self.batch.where}: {self.batch.names}"
 
 
 class Communicator:
@@ -57,6 +80,7 @@ class Communicator:
         limits = [*self._limits.values(), nccl_limit(dist.group.WORLD, timeout_seconds)]
         self._watchdog: Watchdog | None = Watchdog(limits)  # of what NCCL carries
         self.bytes_by_channel: Counter[Channel] = Counter()
+        self.memory = MessageMemory()
 
     @property
     def bytes_sent(self) -> int:
@@ -66,7 +90,8 @@ class Communicator:
     def subgroup(self, members: Sequence[int]) -> "Communicator":
         """Return the transport of a part of the group: rank i there is `members[i]` here.
 
-        It shares the process groups, which must reach the members, and the count of the bytes.
+        It shares the process groups, which must reach the members, the memory of messages and the
+        count of the bytes.
         """
         part = copy.copy(self)
         part._ranks = [self._ranks[member] for member in members]
@@ -100,47 +125,83 @@ class Communicator:
                 raise
             raise CommunicationError(f"{error}{self.agreement.hear()}") from error
 
-    def message(self, transfer: Send | Receive, tensor: Tensor) -> "Message":
-        """Return the message of one tensor of what `transfer` moves."""
+    def lower(self, name: str, plan: Plan, forms: Callable[[Item], Iterable[Form]]) -> Lowered:
+        """Make a plan ready for tensors that travel in these forms."""
+        return Lowered(name, plan, forms, self.name_of)
+
+    @contextmanager
+    def transfers(
+        self, lowered: Lowered, own: Mapping[Kind, Block], device: torch.device
+    ) -> Iterator["Transfers"]:
+        """Lend a pass, which has these own blocks, the memory for its messages."""
+        in_place = {kind: message_of(own[kind]) for kind in lowered.sent_in_place}
+        says = bool(self._channels) and dist.get_rank() == self._ranks[0]
+        with self.memory.lent(lowered, device, says) as steps:
+            yield Transfers(self, lowered.name, steps, in_place)
+
+    def name_of(self, transfer: Transfer) -> str:
+        """Return what a message does, in words."""
         verb, side = ("send", "to") if isinstance(transfer, Send) else ("receive", "from")
         peer, owner = self._ranks[transfer.peer], self._numbers[transfer.item.owner]
-        name = f"{verb} {transfer.item.kind} of CP rank {owner} {side} rank {peer}"
-        by_host = tensor.is_cuda and self._by_gloo["cuda"]
-        return Message(transfer, name, tensor, pinned_like(tensor) if by_host else tensor)
+        return f"{verb} {transfer.item.kind} of CP rank {owner} {side} rank {peer}"
 
-    def start(self, messages: Sequence["Message"], where: str) -> list[_Work]:
-        """Post the messages of one channel, receives first; return what is to be waited for.
+    def wire(self, tensor: Tensor) -> Tensor:
+        """Return the memory that the transport uses for a message: gloo reaches only the host's."""
+        return pinned_like(tensor) if tensor.is_cuda and self._by_gloo["cuda"] else tensor
+
+    def start(self, batch: Batch, own: Mapping[Kind, Tensor]) -> Posted:
+        """Post messages, receives first; `own` are the bytes of what is sent from where it is.
 
         NCCL may hang with more than 256 operations in a group; no plan has more in a batch.
         """
-        operations = []
-        for message in messages:
-            transfer, _, tensor, wire = message
-            sends = isinstance(transfer, Send)
-            if sends and wire is not tensor:
-                wire.copy_(tensor)  # waits for the device, which gloo would not
-            peer, group = self._ranks[transfer.peer], self._channels[transfer.channel]
-            operations.append(dist.P2POp(dist.isend if sends else dist.irecv, wire, peer, group))
-            self.bytes_by_channel[transfer.channel] += message.bytes_sent
-        together = _names(messages)
-        with named_errors(where, together):
-            works = dist.batch_isend_irecv(operations)
-        names = [message.name for message in messages]
-        if len(works) != len(names):  # NCCL gives one handle for all
-            names = [together] * len(works)
-        by_gloo = self.is_by_gloo(tensor.device)
-        if self._watchdog and not by_gloo:
-            where, limit = f"rank {dist.get_rank()}, {where}", self._limits[transfer.channel]
-            for name, work in zip(names, works, strict=True):
-                self._watchdog.watch(f"{where}: {name}", work.is_completed, limit)
-        seconds = self._timeout if by_gloo else None
-        return [(name, work, seconds) for name, work in zip(names, works, strict=True)]
+        ready = batch.ready or self._ready(batch, own)
+        self.bytes_by_channel[batch.channel] += batch.bytes_sent
+        try:
+            works = post_together(ready.group, ready.calls)
+        except RuntimeError as error:
+            raise self._failed(batch, batch.names, error) from error
+        if ready.by_gloo:
+            return Posted(batch, works, ready.arriving, self._timeout)
+        if self._watchdog:
+            title, limit = _Title(batch), self._limits[batch.channel]
+            for work in works:
+                self._watchdog.watch(title, work.is_completed, limit)
+        return Posted(batch, works, ready.arriving, None)
 
-    def wait(self, works: Sequence[_Work], where: str) -> None:
+    def wait(self, posted: Posted) -> None:
         """Wait until all are through."""
-        for name, work, seconds in works:
-            with named_errors(where, name):
+        batch, works, arriving, seconds = posted
+        for number, work in enumerate(works):
+            try:
                 work.wait() if seconds is None else work.wait(seconds)
+            except RuntimeError as error:
+                said = batch.names
+                if len(works) == len(batch.messages):  # NCCL gives one handle for all
+                    said = self.name_of(batch.messages[number].transfer)
+                raise self._failed(batch, said, error) from error
+        for tensor, wire in arriving:
+            tensor.copy_(wire)
+
+    def _ready(self, batch: Batch, own: Mapping[Kind, Tensor]) -> _Ready:
+        group, arriving = self._channels[batch.channel], []
+        calls: list[_Call] = []
+        for message in batch.messages:
+            wire = self.wire(tensor := message.of(own))
+            peer = dist.get_group_rank(group, self._ranks[message.transfer.peer])
+            sends = isinstance(message.transfer, Send)
+            if wire is not tensor and sends:
+                wire.copy_(tensor)  # waits for the device, which gloo would not
+            elif wire is not tensor:
+                arriving.append((tensor, wire))
+            calls.append((group.send if sends else group.recv, [wire], peer))
+        ready = _Ready(group, calls, arriving, self.is_by_gloo(tensor.device))
+        if wire is tensor and all(message.bytes is not None for message in batch.messages):
+            batch.ready = ready
+        return ready
+
+    def _failed(self, batch: Batch, what: str, error: Exception) -> CommunicationError:
+        text = f"rank {dist.get_rank()}, {batch.where}: could not {what}: {error}"
+        return CommunicationError(text)
 
     def hang_up(self) -> None:
         """Close gloo's connections, by a receive that nobody serves; else the others would wait."""
@@ -151,86 +212,50 @@ class Communicator:
                     group.recv([torch.empty(1)], peer, _NEVER).wait(_AT_ONCE)
 
 
-class Message(NamedTuple):
-    """One tensor on its way.
-
-    `wire` is the memory that the transport uses: the tensor itself, or, because gloo reaches only
-    the host's, a pinned double of a CUDA tensor.
-    """
-
-    transfer: Send | Receive
-    name: str
-    tensor: Tensor
-    wire: Tensor
-
-    @property
-    def bytes_sent(self) -> int:
-        """Its payload where it leaves."""
-        return self.wire.nbytes if isinstance(self.transfer, Send) else 0
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Messages that are posted together; what a profiler shows of them is read by `tools.trace`."""
-
-    lands: int
-    where: str
-    messages: list[Message]
-    works: Sequence[_Work] = ()
-
-    def __str__(self) -> str:
-        sent = sum(message.bytes_sent for message in self.messages)
-        return f"for step {self.lands}, {sent} bytes: {_names(self.messages)}"
-
-
-def _names(messages: Sequence[Message]) -> str:
-    return "; ".join(dict.fromkeys(message.name for message in messages))
+def post_together(group: dist.ProcessGroup, calls: Sequence[_Call]) -> list[dist.Work]:
+    """Send and receive, on NCCL in one of its groups, as `dist.batch_isend_irecv` does."""
+    device = calls[0][1][0].device
+    if not group._get_backend(device).supports_coalescing:
+        return [call(tensors, peer, 0) for call, tensors, peer in calls]
+    group._start_coalescing(device)
+    for call, tensors, peer in calls:
+        call(tensors, peer, 0)
+    return [group._end_coalescing(device)]
 
 
 class Transfers:
-    """The transfers of one forward or backward: its buffers, and what is on its way.
-
-    A buffer is one flat piece a tensor, as large as the largest item that the plan puts there.
-    """
+    """The transfers of one forward or backward: what is on its way."""
 
     def __init__(
         self,
         communicator: Communicator,
-        name: str,  # for errors and profiles
-        plan: Plan,
-        template: Callable[[Item], Block],  # tensors of the shape and dtype in which it arrives
+        name: str,  # for profiles
+        steps: Sequence[LoweredStep],
+        own: Mapping[Kind, Tensor],  # the bytes of what is sent from where it is
     ) -> None:
-        self._communicator, self._name, self._template = communicator, name, template
-        self._largest = plan.largest_arrivals
-        self._buffers: dict[tuple[Kind, int], Block] = {}
-        self._pending: dict[int, list[_Batch]] = defaultdict(list)  # by the step that waits
+        self._communicator, self._name, self._steps, self._own = communicator, name, steps, own
+        self._pending: dict[int, list[Posted]] = defaultdict(list)  # by the step that waits
 
-    def post(self, number: int, step: Step, outgoing: Mapping[Item, Block]) -> None:
+    def writes(self, number: int) -> Sequence[tuple[Item, Block]]:
+        """Return what is to be written where before step `number` is posted."""
+        return self._steps[number].writes
+
+    def post(self, number: int) -> None:
         """Start the transfers of step `number` and return at once.
 
-        `outgoing` has the contiguous tensors of every item that leaves; they must not be written to
-        before they have landed.
+        What is sent must not be written to before it has landed.
         """
-        batches: dict[tuple[int, int], _Batch] = {}
-        moved: list[tuple[Send | Receive, Block]] = [(r, self._buffer(r)) for r in step.receives]
-        moved += ((s, outgoing[s.item]) for s in step.sends)
-        for transfer, block in moved:
-            # All ranks post in this order: NCCL wants one over all communicators of a device.
-            key = _CHANNELS.index(transfer.channel), transfer.lands
-            if key not in batches:
-                batches[key] = _Batch(transfer.lands, f"{self._name} step {number}", [])
-            batches[key].messages += (self._communicator.message(transfer, t) for t in block)
-        for _, batch in sorted(batches.items()):
+        for batch in self._steps[number].batches:
             with span(self._name, number, "post", batch):
-                batch.works = self._communicator.start(batch.messages, batch.where)
-            self._pending[batch.lands].append(batch)
+                posted = self._communicator.start(batch, self._own)
+            self._pending[batch.lands].append(posted)
 
     @property
     def are_under_way(self) -> bool:
         """Whether something was posted that has not landed."""
         return bool(self._pending)
 
-    def land(self, number: int) -> list[tuple[Item, Block]]:
+    def land(self, number: int) -> Sequence[tuple[Item, Block]]:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
 
         A block stays in its buffer for as long as the plan needs it.
@@ -238,24 +263,8 @@ class Transfers:
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
         """
-        if number not in self._pending:
-            return []
-        receives: dict[Receive, None] = {}
-        with span(self._name, number, "wait"):
-            for batch in self._pending.pop(number):
-                self._communicator.wait(batch.works, batch.where)
-                for transfer, _, tensor, wire in batch.messages:
-                    if isinstance(transfer, Receive):
-                        receives[transfer] = None
-                        if wire is not tensor:
-                            tensor.copy_(wire)
-        return [(r.item, self._buffer(r)) for r in receives]
-
-    def _buffer(self, receive: Receive) -> Block:
-        """View the buffer of what arrives in the shapes that it has; messages are contiguous."""
-        key = receive.item.kind, receive.buffer
-        if key not in self._buffers:
-            largest = self._template(self._largest[key])
-            self._buffers[key] = tuple(t.new_empty(t.numel()) for t in largest)
-        shaped = zip(self._buffers[key], self._template(receive.item), strict=True)
-        return tuple(flat[: t.numel()].view(t.shape) for flat, t in shaped)
+        if number in self._pending:
+            with span(self._name, number, "wait"):
+                for posted in self._pending.pop(number):
+                    self._communicator.wait(posted)
+        return self._steps[number].arrivals

@@ -22,7 +22,7 @@ _SHARE = 0.9  # of the time limit, after which a transfer is reported
 
 
 class _Watched(NamedTuple):
-    name: str
+    name: object
     is_completed: IsCompleted
     limit: Limit
     since: float  # seconds of the monotonic clock
@@ -43,8 +43,8 @@ class Watchdog:
         self._reported: _Watched | None = None
         self._thread: threading.Thread | None = None
 
-    def watch(self, name: str, is_completed: IsCompleted, limit: Limit) -> None:
-        """Look after a transfer that NCCL gives so long; `name` is for the message."""
+    def watch(self, name: object, is_completed: IsCompleted, limit: Limit) -> None:
+        """Look after a transfer that NCCL gives so long; `str(name)` is for the message."""
         self._watched.append(_Watched(name, is_completed, limit, time.monotonic()))
         if self._thread is None:
             self._thread = threading.Thread(

@@ -73,7 +73,8 @@ def runs_here(name: str, place: Place, sizes: Sizes) -> bool:
     if "double" in name:
         return 1 not in (place.nodes, place.ranks_per_node)
     if "hybrid" in name:
-        return place.ranks_per_node % HEAD_PARALLEL == 0 and place.ranks > HEAD_PARALLEL
+        per_node = place.ranks_per_node  # or nodes of one rank, of which each pair is a group
+        return place.ranks > HEAD_PARALLEL and (per_node == 1 or per_node % HEAD_PARALLEL == 0)
     # Between nodes its gradients return by the chain, as those of the baseline do.
     return name != "burst kv flat" or place.nodes == 1
 

@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Times the chunked LM head loss and counts its memory, against all logits at once.
+"""Times the chunked LM head loss, with logits made once and twice, and counts its memory.
+
+Against all logits at once and gradients in the forward, as Liger makes them; on a GPU by Liger's
+own function where liger-kernel is installed.
 
     python scripts/bench/loss.py
     PYTHONPATH=. python scripts/bench/loss.py --device cuda
@@ -9,6 +12,7 @@ of real models.
 """
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -23,9 +27,11 @@ from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
+from megatron_burst.loss.chunk_size import Sizes, within
 from megatron_burst.tools.live_bytes import LiveBytes
 
-ALL_LOGITS = "all logits"
+ALL_LOGITS, ONCE, TWICE, LIGER = "all logits", "once", "twice", "Liger's algorithm"
+MOST_LOGITS = 2**28  # of all tokens at once
 type Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, targets -> mean loss
 
 
@@ -36,8 +42,14 @@ class Shape(NamedTuple):
 
 
 DEFAULTS: Mapping[str, Row] = {
-    "cpu": {"shapes": [Shape(2048, 16384, 1024), Shape(4096, 32768, 256)], "dtype": "float32"},
-    "cuda": {"shapes": [Shape(8192, 32768, 4096), Shape(8192, 131072, 4096)], "dtype": "bfloat16"},
+    name: {
+        "shapes": [
+            Shape(1024 * thousands, vocabulary, hidden)
+            for vocabulary, thousands in product((32768, 131072), (1, 4, 16, 64))
+        ],
+        "dtype": dtype,
+    }
+    for name, hidden, dtype in (("cpu", 64, "float32"), ("cuda", 4096, "bfloat16"))
 }
 
 
@@ -45,13 +57,55 @@ def all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
 
-def ways(args: argparse.Namespace) -> dict[str, Way]:
-    """Return what is compared, by name."""
+class GradientsInForward(torch.autograd.Function):
+    """Liger's algorithm in plain torch: 6·N·V·d FLOPs, gradients of the mean in the forward."""
 
-    def chunked(*tensors: Tensor) -> Tensor:
-        return linear_cross_entropy(*tensors, memory_mb=args.memory_mb).mean()
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int
+    ) -> Tensor:
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        mean, losses = 1.0 / len(hidden), []
+        for at in range(0, len(hidden), chunk_size):
+            rows, wanted = hidden[at : at + chunk_size], targets[at : at + chunk_size, None]
+            logits = (rows @ weight.t()).float()
+            highest, target = logits.amax(1, keepdim=True), logits.gather(1, wanted)
+            total = logits.sub_(highest).exp_().sum(1, keepdim=True)
+            losses.append(highest + total.log() - target)
+            logits.mul_(mean / total).scatter_add_(1, wanted, torch.full_like(target, -mean))
+            gradient = logits.to(weight.dtype)
+            torch.mm(gradient, weight, out=d_hidden[at : at + chunk_size])
+            products.add_product(d_weight, products.LogitsGradient(gradient, logits), rows)
+        ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        return torch.cat(losses).mean()
 
-    return {ALL_LOGITS: all_logits, f"chunked, {args.memory_mb} MiB": chunked}
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        if grad != 1.0:
+            d_hidden.mul_(grad)
+            d_weight.mul_(grad)
+        return d_hidden, d_weight, None, None
+
+
+def ways(args: argparse.Namespace, shape: Shape) -> dict[str, Way]:
+    """Return what is timed, by name; Liger's algorithm in chunks of as many tokens as ours."""
+    dtype = getattr(torch, args.dtype)
+    tokens = within(
+        Sizes(**shape._asdict(), dtype=dtype, sums_apart=dtype.itemsize < 4), None
+    ).tokens
+    found: dict[str, Way] = {
+        LIGER: lambda *given: GradientsInForward.apply(*given, tokens),
+        ONCE: partial(linear_cross_entropy, reduction="mean"),
+        TWICE: lambda *given: linear_cross_entropy(*given).mean(),
+    }
+    if args.device == "cuda" and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        found["Liger"] = liger_fused_linear_cross_entropy
+    if shape.tokens * shape.vocabulary <= MOST_LOGITS:
+        found[ALL_LOGITS] = all_logits
+    return found
 
 
 def make_inputs(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,12 +127,15 @@ def time_rows(args: argparse.Namespace) -> list[Row]:
             inputs[0].grad = inputs[1].grad = None
             return harness.seconds(lambda: way(*inputs).backward(), args.device)
 
-        calls = {name: partial(once, way) for name, way in ways(args).items()}
-        times = {n: harness.spread(t) for n, t in harness.in_turns(calls, args.repetitions).items()}
+        calls = {name: partial(once, way) for name, way in ways(args, shape).items()}
+        enough = min(5, MOST_LOGITS * 4 // (shape.tokens * shape.vocabulary))
+        repetitions = max(args.repetitions, enough)
+        turns = harness.in_turns(calls, repetitions)
+        times = {name: harness.spread(taken) for name, taken in turns.items()}
         for name, one in times.items():
             row = {"measured": "time", **shape._asdict(), "way": name, **one}
-            row["ratio_of_median"] = one["median_s"] / times[ALL_LOGITS]["median_s"]
-            found.append({**row, "repetitions": args.repetitions})
+            row["ratio_of_median"] = one["median_s"] / times[LIGER]["median_s"]
+            found.append({**row, "repetitions": repetitions})
     return found
 
 
@@ -97,11 +154,16 @@ def counted_peak(way: Way, shape: Shape) -> int:
 
 def memory_rows(args: argparse.Namespace) -> list[Row]:
     """Count the peaks of both ways for all vocabularies and numbers of tokens."""
+
+    def chunked(*tensors: Tensor) -> Tensor:
+        return linear_cross_entropy(*tensors, memory_mb=args.memory_mb).mean()
+
+    every: dict[str, Way] = {ALL_LOGITS: all_logits, f"chunked, {args.memory_mb} MiB": chunked}
     return [
         {"measured": "memory", **shape._asdict(), "way": name, "bytes": counted_peak(way, shape)}
         for rows, tokens in product(args.vocabularies, args.tokens)
         for shape in [Shape(tokens, rows, args.hidden)]
-        for name, way in ways(args).items()
+        for name, way in every.items()
     ]
 
 
@@ -131,16 +193,20 @@ def time_table(found: Sequence[Row]) -> str:
 PAGE = """
 # The chunked LM head loss: time and memory
 
-Forward and backward of the mean loss, {dtype}, median of {repetitions} repetitions in turns, CPU
-time of the process, on a GPU the time between CUDA events. "all logits":
-`F.cross_entropy(F.linear(hidden, weight).float(), targets)`. "chunked": `linear_cross_entropy` with
-`memory_mb={memory_mb}`.
+Forward and backward of the mean loss, {dtype}, median of at least {repetitions} in turns, CPU
+time of the process, on a GPU the time between CUDA events; shapes of fewer than 2^30 logits have
+more. Ratios are to "Liger's algorithm", stated in plain torch: gradients in the forward,
+6·N·V·d FLOPs, in chunks of as many tokens as ours. "once": `linear_cross_entropy(...,
+reduction="mean")`, whose forward makes the gradients. "twice": `linear_cross_entropy(...).mean()`,
+logits again in the backward. "all logits":
+`F.cross_entropy(F.linear(hidden, weight).float(), targets)`. torch 2.11 has none of its own.
 
 {times}
 
 Memory in MiB beside inputs, weight and gradients at the largest moment of forward and backward,
-bfloat16, hidden size {hidden}: live bytes counted operation by operation, on tensors without
-data. For all logits it is too little by the gradients, which do not exist yet at that moment.
+in bfloat16, with `memory_mb={memory_mb}`, hidden size {hidden}: live bytes counted operation by
+operation, on tensors without data. For all logits it is too little by
+the gradients, which do not exist yet at that moment.
 Where dW in float32 takes more than half of the limit it is summed in blocks of rows, for which the
 logits are computed once more; with Megatron's `main_grad` there is no such sum.
 

@@ -26,8 +26,9 @@ PAGE = ROOT / "docs" / "budgets.md"
 TOKENS = 1024  # of a rank
 HEADS = {"4:4": 4, "8:1": 1}  # kv heads
 PARTS = {
-    "comm": "receive buffers",
-    "sums": "sums and what is being sent of them",
+    "memory": "messages",
+    "lowered": "messages",
+    "sums": "sums",
     "surrogate": "surrogate outputs",
     "fake_ring": "what kernels returned",
     "head_chunks": "copies of a chunk's heads, and what is joined of all",

@@ -102,7 +102,8 @@ def parts(found: Sequence[Row]) -> dict[str, str]:
     usual, of_large = slower(each for each in found if each not in large), slower(large)
     words = (
         f"Milliseconds of {SHOWN_TOKENS} tokens a rank. With up to {TIMED} GPUs `auto` is at most "
-        f"{usual} slower than the best forced setting, with {GPUS[-1]}, by bytes, {of_large}."
+        f"{usual} slower than the best forced setting, with {GPUS[-1]}, which take what {TIMED} "
+        f"do, {of_large}."
     )
     return {"table": f"{words}\n\n{cells}"}
 

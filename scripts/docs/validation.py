@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations, groupby, product
 from pathlib import Path
 from statistics import mean, median
@@ -11,6 +11,7 @@ from pages import read_csv
 from rows import Row, attention_alone, row_of
 
 from megatron_burst.config import BurstConfig
+from megatron_burst.plans.choice.machine import CPU
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
@@ -80,7 +81,7 @@ def _exposed(
     machine, step = configs.published["two_nodes"], phases["step"]
     seconds = {phase: float(row["kernels_s"]) for phase, row in phases.items()}
     setting = configs.published["settings"][machine["settings"][step["algorithm"]]]
-    pace = rates[_place(step)] / (1e9 * machine["kernels_gflop_s"])
+    pace = rates[_place(step)] / CPU.forward_rate
     load = _two_nodes(machine, step, seconds, config_of(BurstConfig, setting), pace)
     exposed = 1 - float(step["kernels_share"])
     rate = {"0": "loopback", "inf": "no limit"}.get(step["mbit"], f"{step['mbit']} Mbit/s")
@@ -143,21 +144,14 @@ def _two_nodes(
     What else a core does is `pace` times as fast as where its rates are from.
     """
     ranks, per_node, tokens, heads, kv_heads, head_dim = (int(row[name]) for name in _SIZES)
+    here = replace(CPU.at_pace(pace), nic_rate=1e6 / 8 * float(row["measured_mbit"]))
+    rates = asdict(here) | {"forward_rate": 1.0, "backward_rate": 1.0, "linear_rate": 1.0}
     cluster = Cluster(
         name="this machine",
         gpus_per_node=per_node,
         memory=machine["memory_gib"] * 2**30,
-        forward_rate=1.0,
-        backward_rate=1.0,
-        linear_rate=1.0,
-        memory_rate=1e9 * pace * machine["memory_gb_s"],
-        within_rate=1e9 * machine["within_gb_s"],
-        nic_rate=1e6 / 8 * float(row["measured_mbit"]),
-        gpus_per_nic=1,
-        contention=0.0,
-        copy_rate=1e9 * pace * machine["copy_gb_s"],
-        step_seconds=1e-3 / pace * machine["step_ms"],
         peak=1.0,
+        **rates,
     )
     sizes = heads, kv_heads, head_dim
     load = attention_alone(cluster, ranks, tokens, config, sizes, element_bytes=4)

@@ -33,16 +33,17 @@ FAST = {
     "kv window",
     "query documents",
 }
-# By nodes and ring, of as many kv heads as query heads, causal and under other masks: the largest
-# are the numbers of `ring_attention`.
+# By nodes and ring, of as many kv heads as query heads, causal: the largest are the numbers of
+# `ring_attention`, as those under other masks are, where all goes straight to who needs it.
 PROMISED = {
-    (1, "kv"): (7.03, 16.5, 36.5),
-    (1, "query"): (7.03, 15.58, 19.08),
-    (2, "kv"): (9.03, 23.5, 19.5),
-    (2, "query"): (9.03, 19.61, 16.58),
-    (4, "kv"): (9.03, 30.5, 19.5),
-    (4, "query"): (9.03, 23.61, 16.58),
+    (1, "kv"): (7.03, 16.5),
+    (1, "query"): (7.03, 15.58),
+    (2, "kv"): (9.03, 22.0),
+    (2, "query"): (9.03, 21.65),
+    (4, "kv"): (9.03, 31.0),
+    (4, "query"): (9.03, 25.65),
 }
+SPARSE = {"kv": (17.02, 31.5), "query": (17.02, 24.23)}
 
 
 def numbered() -> list[object]:
@@ -78,9 +79,11 @@ def test_the_page_is_made_of_the_table() -> None:
 def test_the_table_keeps_what_the_docstring_promises() -> None:
     for row in ROWS:
         if row["heads"] == "4:4" and row["ring"] in ("kv", "query"):
-            forward, causal, other = PROMISED[int(row["nodes"]), row["ring"]]
+            forward, backward = SPARSE[row["ring"]]
+            if row["mask"] == "causal":
+                forward, backward = PROMISED[int(row["nodes"]), row["ring"]]
             assert float(row["forward_peak"]) <= forward
-            assert float(row["backward_peak"]) <= (causal if row["mask"] == "causal" else other)
+            assert float(row["backward_peak"]) <= backward
 
 
 def test_heads_in_chunks_keep_to_24_q_between_nodes() -> None:
@@ -151,11 +154,13 @@ def test_kernels_and_bytes_by_hand() -> None:
 def test_blocks_of_many_lengths_arrive_in_the_same_buffers(nodes: int) -> None:
     tokens = budgets.TOKENS * 8
     mask = Mask.causal(documents=(0, tokens // 8 + 100, tokens // 2 + 300, tokens))
-    found = count(8, nodes, "kv", mask)
+    found = count(8, nodes, "kv", mask, memory_limit=0)  # a ring: it is held to none
     lengths = {r.item.packed for r in found.call.forward_plan.receives}
     assert len(lengths) > 2, "the case is of many lengths"
-    forward, _, backward = PROMISED[nodes, "kv"]
-    assert found.forward.peak <= forward and found.backward.peak <= backward
+    assert (
+        found.forward.peak <= PROMISED[nodes, "kv"][0]
+        and found.backward.peak <= (36.5, 19.5)[nodes - 1]
+    )
 
 
 def test_a_direct_exchange_holds_the_rows_that_its_rank_needs() -> None:
@@ -163,5 +168,6 @@ def test_a_direct_exchange_holds_the_rows_that_its_rank_needs() -> None:
     found = count(8, 1, "kv", Mask.causal(documents=tuple(range(0, 8 * tokens + 1, 2 * tokens))))
     items = [receive.item for receive in found.call.forward_plan.receives]
     assert items and all(item.kind is Kind.KV and item.part for item in items)
+    items += [send.item for send in found.call.forward_plan.sends]  # copied to be one message
     needed = sum(item.packed.length for item in items if item.packed) / tokens
     assert found.forward.peak <= 3.1 + 2 * needed

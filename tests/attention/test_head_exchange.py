@@ -31,13 +31,13 @@ def test_every_pair_of_ranks_exchanges_one_part_in_one_step(ranks: int) -> None:
         assert {s.channel for s in plan.sends} == {Channel.HEADS}
 
 
-@pytest.mark.parametrize("ranks", [43, 44, 64, 130])
+@pytest.mark.parametrize("ranks", [64, 127, 128, 260])
 def test_no_group_has_more_operations_than_nccl_bears(ranks: int) -> None:
     groups: dict[int, set[tuple[str, int, int]]] = {}
     for rank in range(ranks):
         plan = exchange_plan(rank, ranks)
         together = Counter(t.lands for step in plan.steps for t in (*step.receives, *step.sends))
-        assert 3 * max(together.values()) <= 256  # q, k and v
+        assert max(together.values()) <= 256
         assert not any(step.sends or step.receives for step in plan.steps[1:]), "posted at once"
         for send in plan.sends:
             groups.setdefault(send.lands, set()).add(("sent", rank, send.peer))

@@ -210,7 +210,8 @@ def planned_bytes(case: Case, ranks: int, per_node: int, rank: int) -> tuple[int
     nodes = [r // per_node for r in range(ranks)]
     grid, _ = choose_grid(config.shape_of_rings, nodes)
     shape, local = shape_of(case), 2 * case.chunk
-    plans = choose(config, tiling, grid, shape, nodes).plans(rank)
+    links = Links.of(nodes, shape, H100, 1)
+    plans = choose(config, tiling, grid, shape, nodes, links=links).plans(rank)
     sizes = shape.item_bytes(backward=False), shape.item_bytes()
     return tuple(bytes_sent(p, s, local) for p, s in zip(plans, sizes, strict=True))
 
@@ -286,7 +287,8 @@ def test_expanding_again_in_the_backward_counts(tokens: int, pays: bool) -> None
     tiling, nodes = Tiling(zigzag(8 * tokens, 8), Mask.causal()), [0] * 8
     grid, _ = choose_grid(BurstConfig().shape_of_rings, nodes)
     choices = [choose(BurstConfig(), tiling, grid, shape, nodes) for shape in (heads, latents)]
-    assert latents_pay(*choices, Links.of(nodes, heads, H100, 1), latents) is pays
+    of_devices = replace(H100, hop_seconds=(0.0, 0.0))
+    assert latents_pay(*choices, Links.of(nodes, heads, of_devices, 1), latents) is pays
 
 
 def attend_twice(team: Team, case: Case, fraction: float) -> tuple[Tensor, int, int]:

@@ -14,7 +14,9 @@ from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
 from megatron_burst.attention.signature import CallSignature
 from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.machine import H100
 from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.rings import Ring
@@ -209,8 +211,9 @@ def test_the_bytes_that_leave_are_the_plans(
     config = BurstConfig(backward=backward)
     shape = Shape(12, 4, 2, 6, 6, 4, 4)
     tiling = Tiling(make_layout(config, 48, 4), masking.mask)
-    choice = choose(config, tiling, flat_grid(4), shape, [0] * 4)
-    assert isinstance(choice.forward[0].schedule, Direct) == (masking.documents is None)
+    links = Links.of([0] * 4, shape, H100, 1)
+    choice = choose(config, tiling, flat_grid(4), shape, [0] * 4, links=links)
+    assert isinstance(choice.forward[0].schedule, Direct)
     for rank, reply in enumerate(answer.replies):
         plans, found = choice.plans(rank), (reply.forward.total(), reply.backward.total())
         assert found == tuple(

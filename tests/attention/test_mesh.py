@@ -14,13 +14,14 @@ from megatron_burst.plans.choice.machine import H100
 from megatron_burst.plans.choice.planning import Choice, choose, make_layout
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.mesh import Mesh
-from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Send
+from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.interval import Interval
 from tests import oracle
 from tests.attention.cases import FLOAT32_TOLERANCE, HEADS, Case, errors, logged, run_cases
 from tests.attention.test_recompute import twice
+from tests.attention.test_sums import hand_on
 from tests.plans.masks import Masking, hard_maskings
 from tests.plans.simulator import bytes_sent
 from tests.tier import slow_if, some
@@ -164,7 +165,7 @@ def test_an_output_that_was_handed_on_starts_anew() -> None:
     for value in (1.0, 2.0):
         partial = torch.full((1, 2, 1, 4), value), torch.zeros(1, 1, 2)
         outputs.add(item, Interval(0, 2), partial)
-        handed = outputs.hand_on([Send(item, 1, Channel.GRADIENT_BETWEEN, 0)])[item]
+        handed = hand_on(outputs, item)
         assert all(map(torch.equal, handed, partial))
 
 
@@ -175,7 +176,7 @@ def test_an_output_of_some_rows_is_handed_on_with_nothing_in_the_others(dtype: t
     part = torch.randn(1, 4, 2, 4, generator=generator).to(dtype)
     part_lse = torch.randn(1, 2, 4, generator=generator)
     outputs.add(item, Interval(3, 7), (part, part_lse))
-    out, lse = outputs.hand_on([Send(item, 1, Channel.GRADIENT_BETWEEN, 0)])[item]
+    out, lse = hand_on(outputs, item)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert torch.equal(out[:, 3:7], part) and torch.equal(lse[:, :, 3:7], part_lse)
     assert not out[:, :3].any() and not out[:, 7:].any()

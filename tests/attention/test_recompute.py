@@ -17,6 +17,7 @@ from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import (
@@ -29,6 +30,7 @@ from megatron_burst.plans.visibility.layout import (
     striped,
     zigzag,
 )
+from megatron_burst.transport.links import machine_here
 from tests.plans.masks import LAYOUTS, Masking
 from tests.plans.simulator import bytes_sent
 from tests.tier import examples, one_in
@@ -154,8 +156,9 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
     layout, mask = make_layout(config, tokens, 4), masking_of(masking, tokens).mask
     stop = boundary(layout, fraction)
     nodes = [0] * 4 if grid.nodes == 1 else [0, 0, 1, 1]
+    links = Links.of(nodes, shape, machine_here(), 1)
     early, whole = (
-        choose(config, Tiling(layout, m), grid, shape, nodes)
+        choose(config, Tiling(layout, m), grid, shape, nodes, links=links)
         for m in (replace(mask, query_stop=stop) if stop < tokens else mask, mask)
     )
     replies = workers.run(4, counted, place, masking, fraction)

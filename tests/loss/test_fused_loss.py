@@ -24,6 +24,7 @@ from megatron_burst.loss.tokens import HiddenGradient, Spread
 from megatron_burst.loss.vocabulary import Targets, Vocabulary
 from tests.kernels.triton_here import compiled, interpreted
 from tests.loss.oracle import OBJECTIVES, errors, make_case, oracle, ours
+from tests.loss.test_kept import with_weights
 from tests.loss.test_memory import MIB, K, LiveBytes
 from tests.tier import one_in, slow_if
 
@@ -43,10 +44,13 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("objective", FEW)
 def test_the_whole_loss_equals_float64(on_the_cpu: None, objective: str) -> None:
+    """With gradients made again, and kept."""
     arguments = OBJECTIVES[objective]
     case = make_case(ignore_index=arguments.get("ignore_index", -100))
     found = ours(case, chunk_size=5, **arguments)
     assert max(errors(found, oracle(case, **arguments))) < 2 * CLOSE
+    kept = with_weights(case, case.grad, case.grad / 3, chunk_size=5, **arguments)
+    assert max(errors(kept, oracle(case, **arguments))) < 2 * CLOSE
 
 
 class Given:
@@ -190,8 +194,10 @@ class BytesALogit(TorchDispatchMode):
         return result
 
 
-def counted(tokens: int, rows: int, size: int, **arguments: Any) -> tuple[float, float, int, int]:
-    """Bytes a logit, forward and backward; the bytes at the peak and what was foretold."""
+def counted(
+    tokens: int, rows: int, size: int, **arguments: Any
+) -> tuple[float, float, float, int, int]:
+    """Bytes a logit: forward, backward, both at once; bytes at the peak and what was foretold."""
     with FakeTensorMode():
         hidden = torch.empty(tokens, size, dtype=BF16, device="cuda")
         weight = torch.empty(rows, size, dtype=BF16, device="cuda")
@@ -217,8 +223,11 @@ def counted(tokens: int, rows: int, size: int, **arguments: Any) -> tuple[float,
             with BytesALogit(logits) as backward:
                 d_hidden = HiddenGradient(spread, hidden, chunking.tokens)
                 head.gradients((hidden, targets, lse, loss), d_hidden, OwnSum(weight))
+        with BytesALogit(logits) as both:
+            head.losses_and_gradients(hidden, targets, loss, (True, True))
     peak = live.peak - 2 * size * tokens - 16 * tokens  # dW comes when the logits are gone
-    return forward.moved / chunks, backward.moved / chunks, peak, chunking.peak
+    moved = forward.moved / chunks, backward.moved / chunks, both.moved / chunks
+    return *moved, peak, chunking.peak
 
 
 @pytest.mark.parametrize("objective", FEW)
@@ -226,11 +235,10 @@ def test_six_bytes_a_logit(monkeypatch: pytest.MonkeyPatch, objective: str) -> N
     """Its product's writing included; what the products of the gradient read is not."""
     monkeypatch.setattr(products, "best_way", lambda *_: products.rounded_parts)
     case: dict[str, Any] = {"tokens": 96, "rows": 640, "size": 8, "chunk_size": 32}
-    forward, backward, *_ = counted(**case, **OBJECTIVES[objective])
-    assert (forward, backward) == (4, 6)
+    assert counted(**case, **OBJECTIVES[objective])[:3] == (4, 6, 8)
     monkeypatch.setattr(in_triton, "why_plain", lambda *_: "it is the reference")
-    forward, backward, *_ = counted(**case, **OBJECTIVES[objective])
-    assert forward >= 32 and backward >= 38
+    forward, backward, both, *_ = counted(**case, **OBJECTIVES[objective])
+    assert forward >= 32 and backward >= 38 and 46 <= both <= forward + backward - 24
 
 
 def test_the_limit_holds_and_chunks_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ tests/training runs the same in whole trainings.
 
 import copy
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 )
 
 from megatron_burst.config import LmHeadConfig  # noqa: E402
+from megatron_burst.loss.kept import Kept  # noqa: E402
 from megatron_burst.loss.products import LogitsGradient, OwnSum  # noqa: E402
 from megatron_burst.plugin.hooks import lm_head  # noqa: E402
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead, UnmadeLogits  # noqa: E402
@@ -339,15 +342,54 @@ def test_without_main_grad_autograd_gets_the_gradient() -> None:
     assert isinstance(weight_sum(torch.nn.Parameter(torch.zeros(2, 2))), OwnSum)
 
 
-def test_the_whole_loss_sums_into_main_grad() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, torch.ones(BATCH, TOKENS)], ids=["", "kept"])
+def test_the_whole_loss_sums_into_main_grad(dtype: torch.dtype, mask: Tensor | None) -> None:
+    """In the backward alone, of which data parallelism counts that it has been."""
     made, plain = in_chunks(model()), model()
-    run(plain).sum().backward()
+    (run(plain).sum() / 3).backward()
     weight = made.output_layer.weight
     for _ in range(2):
-        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(ROWS, SIZE), False
-        run(made).sum().backward()
-        torch.testing.assert_close(weight.main_grad, plain.output_layer.weight.grad)
+        weight.main_grad = torch.ones(ROWS, SIZE, dtype=dtype)
+        weight.grad_added_to_main_grad = False
+        losses = run(made, loss_mask=mask)
+        assert (weight.main_grad == 1).all() and not weight.grad_added_to_main_grad
+        (losses.sum() / 3).backward()
+        near = {"rtol": 2**-7, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(
+            weight.main_grad.float(), 1 + plain.output_layer.weight.grad, **near
+        )
         assert weight.grad_added_to_main_grad
+
+
+def said_of_logits(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return re.findall(r"logits made (\w+)", caplog.text)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"calculate_per_token_loss": True}, {"mtp": True}], ids=str
+)
+def test_logits_are_made_once_where_the_loss_mask_is_known(
+    logged: Any, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    """For MTP's heads twice; and by Megatron's own mean the gradients that are kept hold."""
+    made, mask = in_chunks(model("gpt", **settings)), (LABELS % 3 > 0).float()
+    factors: list[float | None] = []
+    factor = Kept.factor
+    with (
+        caplog.at_level(logging.INFO),
+        mock.patch.object(
+            Kept, "factor", lambda *given: factors.append(factor(*given)) or factors[-1]
+        ),
+    ):
+        total = (run(made, loss_mask=mask) * mask).sum()
+        number = 1 if made.config.calculate_per_token_loss else mask.sum()
+        (total / number / 4).backward()
+        assert said_of_logits(caplog) == ["twice"] * made.mtp_process + ["once"]
+        assert factors == [0.25], "a power of two: what is kept is rounded once"
+        run(made)
+    assert sorted(said_of_logits(caplog)) == ["once", "twice"]
+    assert "dW by torch" in caplog.text
 
 
 def test_apexs_kernel_is_taken_under_fusion(monkeypatch: pytest.MonkeyPatch) -> None:

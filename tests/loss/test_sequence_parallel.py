@@ -130,6 +130,21 @@ def test_messages_overlap_the_products_of_other_chunks(monkeypatch: pytest.Monke
     assert seen.sent == 3 * hidden.nbytes + statistics  # two gathers and one sum of every token
 
 
+def test_one_gather_serves_gradients_that_the_forward_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = inputs(20, 6, 4, 2, torch.float32)
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    options: Any = {"group": group, "sequence_parallel": True, "reduction": "sum"}
+    with collectives(monkeypatch) as seen:
+        linear_cross_entropy(*tensors, chunk_size=8, **options)
+    events = ["gather 0", "gather 1", "has gather 0", "mm", "statistics 0", "addmm_", "mm"]
+    events += ["reduce 0", "gather 2", "has gather 1", "mm", "statistics 1", "addmm_"]
+    events += ["has reduce 0", "mm", "reduce 1", "has gather 2", "mm", "statistics 2", "addmm_"]
+    assert seen.events == [*events, "has reduce 1", "mm", "reduce 2", "has reduce 2"]
+    assert seen.sent == 2 * tensors[0].nbytes + 3 * 20 * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [48, 200])
 def test_the_limit_holds_with_all_that_is_gathered(

@@ -49,7 +49,7 @@ def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> 
 
 def bytes_held(plan: Plan, sizes: Mapping[Kind, int], backward: bool) -> int:
     """Return the most bytes of buffers and of others' results; each has the size it is sent in."""
-    buffers = sum(sizes[kind] for kind, _ in plan.largest_arrivals)
+    buffers = sum(sizes[kind] * number for kind, number in plan.most_buffered.items())
     sent_as = {send.item.sum: send.item.kind for send in plan.sends}
     sums, most = dict[Item, int](), 0
     landing: dict[int, list[Receive | Send]] = defaultdict(list)

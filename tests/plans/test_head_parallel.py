@@ -15,6 +15,7 @@ from megatron_burst import BurstConfig, BurstContext, ring_attention
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups, kv_head_copies
 from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, choose_grid
@@ -26,6 +27,7 @@ from megatron_burst.plans.visibility.layout import (
     zigzag,
 )
 from megatron_burst.plans.visibility.mask import Mask
+from megatron_burst.transport.links import machine_here
 from tests.attention.cases import (
     FLOAT32_TOLERANCE,
     Case,
@@ -351,7 +353,8 @@ def test_bytes_are_those_of_the_plan_and_of_the_exchange(
     assert grid == Grid(((0, 1), (2, 3)))
     shape = Shape(24, 2, max(kv_heads // 2, 1), 6, 6, 4, 4)
     tiling = Tiling(groups.ring_layout(make_layout(BurstConfig(**config), 96, 8)), masking.mask)
-    choice = choose(BurstConfig(**config), tiling, grid, shape, "aabb")
+    links = Links.of("aabb", shape, machine_here(), 2)
+    choice = choose(BurstConfig(**config), tiling, grid, shape, "aabb", links=links)
     rows = 12 * 4 * 4 // 2  # of the log-sum-exps: half of the heads of this rank's tokens
     for rank, reply in enumerate(answer.replies):
         forward_plan, backward_plan = choice.plans(groups.coordinates(rank)[0])

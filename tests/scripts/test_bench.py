@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ import accuracy  # noqa: E402
 import all as all_steps  # noqa: E402
 import attention  # noqa: E402
 import harness  # noqa: E402
+import host_time  # noqa: E402
 import loss  # noqa: E402
 from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
 
 RECORDS = {  # not measured again
+    "scripts/bench/results/cpu_loss_once.md",
     "scripts/bench/results/cpu_gradient_return.md",
     "scripts/bench/results/cpu_end_to_end.md",
     "scripts/bench/results/cpu_tiles.md",
@@ -49,6 +52,13 @@ def test_errors_are_those_of_bfloat16(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {row["ratio"] for row in rows if row["ranks"] == "1"} == {"1"}
 
 
+def test_host_time_is_told_in_additions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "--ranks 2 --backward query --repetitions 1"
+    page, rows = run(host_time, monkeypatch, tmp_path / "page.md", command)
+    assert len(rows) == 1 and page.count("| query | 2 |") == 1
+    assert all(float(rows[0][way]) > 1 for way in ("forward", "backward"))
+
+
 def test_the_oracle_is_attention_in_float64() -> None:
     inputs = Sizes(16, 4, 2, 8).draw("cpu", torch.float64)
     q, k, v, dout = (x.transpose(1, 2).requires_grad_() for x in inputs)
@@ -64,9 +74,9 @@ def test_the_loss_takes_no_more_than_its_limit(
     command = "--shapes 32x512x16 --repetitions 1 --tokens 1024 2048 --hidden 64 --memory-mb 8"
     command += " --vocabularies 1024"
     _, rows = run(loss, monkeypatch, tmp_path / "page.md", command)
-    assert [row["way"] for row in rows[:2]] == ["all logits", "chunked, 8 MiB"]
-    assert all(float(row["median_s"]) > 0 for row in rows[:2])
-    counted = {(row["way"], row["tokens"]): int(row["bytes"]) for row in rows[2:]}
+    assert [row["way"] for row in rows[:4]] == ["Liger's algorithm", "once", "twice", "all logits"]
+    assert all(float(row["median_s"]) > 0 for row in rows[:4])
+    counted = {(row["way"], row["tokens"]): int(row["bytes"]) for row in rows[4:]}
     assert 1.9 < counted["all logits", "2048"] / counted["all logits", "1024"] < 2.1
     assert max(n for (way, _), n in counted.items() if way != "all logits") <= 8 * harness.MIB
     plot = pytest.importorskip("plot", reason="pictures need matplotlib", exc_type=ImportError)
@@ -74,6 +84,19 @@ def test_the_loss_takes_no_more_than_its_limit(
     figure = (tmp_path / "figure.svg").read_text()
     assert "chunked, 8 MiB, vocabulary 1k" in figure
     assert "python scripts/bench/loss.py --shapes 32x512x16" in figure
+
+
+def test_ways_of_the_loss_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "within", lambda *_: SimpleNamespace(tokens=20))  # of chunks
+    args, shape = SimpleNamespace(device="cpu", dtype="float32"), loss.Shape(50, 40, 8)
+    found = {}
+    for name, way in loss.ways(args, shape).items():
+        inputs = loss.make_inputs(shape, "cpu", torch.float32)
+        made = way(*inputs)
+        (made / 3).backward()
+        found[name] = made.detach(), inputs[0].grad, inputs[1].grad
+    for results in found.values():
+        torch.testing.assert_close(results, found["all logits"])
 
 
 def test_more_is_stored_the_less_is_recomputed(

@@ -3,6 +3,7 @@
 Skipped, with the reason, where Slurm is not installed or cannot run.
 """
 
+import os
 import re
 import signal
 import subprocess
@@ -193,6 +194,48 @@ def test_a_chain_goes_on_until_the_training_is_done(
     assert starts[0] == 1 < starts[1]
     cluster.run("scancel", str(job.number))
     assert job.end() == "CANCELLED"
+
+
+def test_the_sbatch_file_of_the_tutorial_trains(cluster: SlurmCluster, tmp_path: Path) -> None:
+    script, log = ROOT / "scripts" / "llama3_8b_128k.sbatch", tmp_path / "log.txt"
+    small = ("--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128")
+    small += ("--num-attention-heads", "8", "--num-query-groups", "2", "--vocab-size", "256")
+    small += ("--seq-length", "256", "--max-position-embeddings", "256", "--train-iters", "3")
+    small += (
+        "--global-batch-size",
+        "2",
+        "--context-parallel-size",
+        "4",
+        "--lr-warmup-fraction",
+        "0",
+    )
+    saved = tmp_path / "saved"
+    printed = cluster.run(
+        *(
+            "sbatch",
+            "--nodes",
+            "2",
+            "--gpus-per-node",
+            "0",
+            "--time",
+            "8",
+            "--output",
+            str(log),
+            "--chdir",
+            str(ROOT),
+        ),
+        *(str(script), *small),
+        **{"MEGATRON_BURST_CPU": "1", "RANKS": "2", "CHECKPOINTS": str(saved)},
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    )
+    number = int(printed.split()[-1])
+    done = lambda: cluster.job(number)["JobState"] in DONE  # noqa: E731
+    cluster.wait_for("the end of the job", done, 300)
+    said = log.read_text(errors="replace")
+    assert cluster.job(number)["JobState"] == "COMPLETED", said[-4000:]
+    assert sorted(logged(said)) == [1, 2, 3]
+    assert "burst attention: burst on 4 ranks (balanced" in said
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
 # ---- ends of a job, with a stand-in for torchrun

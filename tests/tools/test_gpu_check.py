@@ -25,6 +25,7 @@ from megatron_burst.attention.sums import PartialOutputs, Sums
 from megatron_burst.kernels import KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.head_parallel import HeadGroups
+from megatron_burst.plans.schedules.plan import Send
 from megatron_burst.tools.gpu_check import (
     command,
     kernels,
@@ -108,10 +109,10 @@ def wrong_merge(original: Callable[..., Any]) -> Callable[..., Any]:
 def early_read(original: Callable[..., Any]) -> Callable[..., Any]:
     """Land without waiting."""
 
-    def wait(self: ThreadedCommunicator, works: Any, where: str) -> None:
-        if where.startswith("forward"):
+    def wait(self: ThreadedCommunicator, posted: Any) -> None:
+        if posted.batch.where.startswith("forward"):
             return
-        original(self, works, where)
+        original(self, posted)
 
     return wait
 
@@ -119,10 +120,11 @@ def early_read(original: Callable[..., Any]) -> Callable[..., Any]:
 def early_write(original: Callable[..., Any]) -> Callable[..., Any]:
     """Write to what is still being sent."""
 
-    def post(self: Transfers, number: int, step: Any, outgoing: Any) -> None:
-        original(self, number, step, outgoing)
-        for send in step.sends:
-            outgoing[send.item][0].mul_(1.5)
+    def post(self: Transfers, number: int) -> None:
+        original(self, number)
+        for message in (m for batch in self._steps[number].batches for m in batch.messages):
+            if isinstance(message.transfer, Send):
+                message.of(self._own).add_(1)
 
     return post
 

@@ -20,7 +20,7 @@ def test_auto_is_within_2_percent_of_the_best_forced_setting_by_the_clock() -> N
         assert len(forced) == 3 * 2
         over = float(row["auto"]) / min(float(each) for each in forced if each)
         assert over == pytest.approx(float(row["auto_over_best"]), abs=1e-3)
-        assert over <= (1.02 if int(row["gpus"]) <= schedules.TIMED else 1.08), row
+        assert over <= 1.02, row
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels.cpu import CpuKernel
+from megatron_burst.transport import comm
 from megatron_burst.transport.comm import Transfers
 from megatron_burst.transport.watchdog import Limit
 from tests.workers import Team, WorkerPool, forkserver
@@ -292,14 +293,14 @@ class OneHandle:
 
 def watched_names(team: Team, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     context = team.context(BurstConfig(backward="query"))
-    start, names = dist.batch_isend_irecv, []
+    start, names = comm.post_together, []
 
     class Recorder:
-        def watch(self, name: str, is_completed: Callable[[], bool], limit: Limit) -> None:
+        def watch(self, name: object, is_completed: Callable[[], bool], limit: Limit) -> None:
             assert is_completed() in (True, False) and limit() == context.config.timeout_seconds
-            names.append(name)
+            names.append(str(name))
 
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: [OneHandle(start(batch))])
+    monkeypatch.setattr(comm, "post_together", lambda *batch: [OneHandle(start(*batch))])
     context.communicator._watchdog = Recorder()
     context.communicator._by_gloo = {}
     attend(context)

@@ -1,16 +1,44 @@
 """The machine that plans are chosen for, of what the system says. (fast tier)"""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_burst.plans.choice.machine import H100
-from megatron_burst.transport.links import machine_here
+import pytest
+
+from megatron_burst.plans.choice.machine import CPU, H100, Machine
+from megatron_burst.transport import links
+from megatron_burst.transport.links import machine_here, rate_between
+from tests.workers import Team, WorkerPool
 
 
 def test_nics_are_as_fast_as_their_ports_and_slow_where_none_is_known(tmp_path: Path) -> None:
-    assert machine_here(tmp_path).nic_rate == 0.9 * 10e9 / 8 < H100.nic_rate / 8
+    assert machine_here(sysfs=tmp_path).nic_rate == 0.9 * 10e9 / 8 < H100.nic_rate / 8
     for name in ("mlx5_0", "mlx5_1"):
         port = tmp_path / "infiniband" / name / "ports" / "1"
         port.mkdir(parents=True)
         (port / "state").write_text("4: ACTIVE\n")
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    assert machine_here(tmp_path).nic_rate == H100.nic_rate
+    assert machine_here(sysfs=tmp_path).nic_rate == H100.nic_rate
+
+
+def slow_here(team: Team) -> tuple[float | None, float | None, Machine]:
+    """Of two nodes and of one; and the machine with slow links, kernel calls taking a second."""
+    rates = rate_between(team.group, "aab"), rate_between(team.group, "aaa")
+    assert machine_here(1e9) == machine_here(), "loopback is no network: plans are a GPU's"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links.time, "perf_counter", itertools.count().__next__)
+        patch.setattr(links.os, "cpu_count", lambda: 4)
+        patch.setenv("LOCAL_WORLD_SIZE", "16")
+        return *rates, machine_here(25e6)
+
+
+def test_cpus_with_slow_links_between_nodes_choose_for_what_they_are(workers: WorkerPool) -> None:
+    found = workers.run(3, slow_here)
+    assert [rate is not None for rate, *_ in found] == [True, False, True], "who takes part"
+    assert found[0][0] is not None and 1e6 < found[0][0] < 1e12
+    assert all(of_one is None for _, of_one, _ in found)
+    pace = 4 / 16 * 4 * 512**2 * 8 * 64 / links.CPU_KERNEL_RATE
+    expected = replace(CPU.at_pace(pace), nic_rate=25e6)
+    assert {machine for *_, machine in found} == {expected}
+    assert expected.step_seconds == pytest.approx(2e-3 / pace)

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Send
+from megatron_burst.transport import comm
 from megatron_burst.transport.comm import Communicator
+from megatron_burst.transport.lowered import Batch, Message
 from megatron_burst.transport.watchdog import Watchdog
 
 LIMIT = 100.0  # seconds
@@ -87,6 +89,8 @@ class Adopted:
     def _get_backend(self, _: torch.device) -> "Adopted":
         return self
 
+    def send(self, *_: Any) -> None: ...
+
 
 @pytest.mark.parametrize(("theirs", "reported"), [(40.0, 36.0), (600.0, 90.0)])
 @pytest.mark.parametrize("at_first", [None, 500.0])
@@ -98,17 +102,19 @@ def test_a_group_that_was_adopted_has_its_own_limit_and_the_report_comes_before_
     for name, made in {
         "get_backend_config": lambda _: "nccl",
         "get_rank": lambda: 0,
-        "P2POp": lambda *_: None,
-        "batch_isend_irecv": lambda _: [Work()],
+        "get_group_rank": lambda *_: 1,
     }.items():
         monkeypatch.setattr(dist, name, made)
+    monkeypatch.setattr(comm, "post_together", lambda *_: [Work()])
     adopted = Adopted(at_first or theirs)
     groups: Any = {Channel.READ_WITHIN: adopted, Channel.READ_BETWEEN: Adopted(LIMIT)}
     communicator, said = Communicator(range(2), groups, LIMIT), list[str]()
     assert (watchdog := communicator._watchdog) is not None
     watchdog._report = said.append
-    send = Send(Item(Kind.KV, 0), 1, Channel.READ_WITHIN, 0)
-    communicator.start([communicator.message(send, torch.zeros(1))], "forward step 0")
+    message = Message(Send(Item(Kind.KV, 0), 1, Channel.READ_WITHIN, 0), torch.zeros(1))
+    name_of = communicator.name_of
+    batch = Batch("forward step 0", Channel.READ_WITHIN, 0, [message], 4, name_of)
+    communicator.start(batch, {})
     adopted.options._timeout = timedelta(seconds=theirs)  # as Megatron sets it after the first step
     watchdog.look(reported - 0.1)
     assert not said

@@ -24,6 +24,11 @@ class Timed(NamedTuple):
     between: NDArray[np.bool]  # whether they go to another node, over other links
     seconds: _Seconds
 
+    def mark(self, acts: NDArray[np.bool]) -> None:
+        """Set where a rank sends: [step, rank]."""
+        leg, message = self.loads.sizes.nonzero()
+        acts[self.loads.leaves[leg], self.loads.sources[leg, message]] = True
+
 
 def duration(messages: Iterable[Timed], computing: _Seconds) -> float:
     """Return the seconds until the last rank has computed and has all that it waits for.

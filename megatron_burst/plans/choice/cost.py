@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_burst.plans.choice.machine import H100
+from megatron_burst.plans.choice.machine import Machine
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.schedule import Messages
 from megatron_burst.plans.schedules.tiles import Tiling
@@ -99,13 +99,6 @@ class Traffic:
         """The bytes on the bottleneck link: a NIC's, or within one node a rank's."""
         return self.nic or self.rank
 
-    @property
-    def flops(self) -> float:
-        """What an H100 computes in the time that these bytes take."""
-        return (
-            H100.forward_rate / (H100.nic_rate if self.nic else H100.within_rate) * self.bottleneck
-        )
-
 
 def traffic(
     messages: Iterable[Messages],
@@ -143,12 +136,14 @@ def forward_flops(tiling: Tiling, shape: Shape) -> float:
     return attention_flops(pairs, shape.query_heads, shape.head_dim, shape.value_head_dim)
 
 
-def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic) -> bool:
+def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic, machine: Machine) -> bool:
     """Say whether tiles should leave room to messages, which else may begin when they are through.
 
     It costs a share of the tiles' time, without it at worst all of the messages' time is added.
     """
-    return traffic.flops > _ROOM * forward_flops(tiling, shape)
+    link = machine.nic_rate / machine.gpus_per_nic if traffic.nic else machine.within_rate
+    tiles = forward_flops(tiling, shape) / machine.forward_rate
+    return traffic.bottleneck / link > _ROOM * tiles
 
 
 def visible_pairs(mask: Mask, tokens: int) -> int:

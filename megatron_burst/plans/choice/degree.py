@@ -104,15 +104,17 @@ class _Timed:
         self._config, self._limit, self._machine = config, memory_limit, machine
         self._groups, self._nodes = head_groups(nodes, size), nodes
         self._beside, self._shape = min(size, on_a_node), exchanged(shape, size)
-        # Recomputed layers whose outputs are saved repeat it.
-        times = 2 if config.recompute_fraction is None else 3
-        self._exchanges = times * exchange(self._shape, size, on_a_node, machine).seconds
+        self._exchange = exchange(self._shape, size, on_a_node, machine)
 
     @property
     def at_least(self) -> float:
         """Seconds without a ring's messages."""
-        given = len(self._groups.groups), self._shape, self._machine
-        return self._exchanges + sum(least_seconds(*given, backward=b) for b in (False, True))
+        ranks = len(self._groups.groups)
+        of_rings = [
+            (least_seconds(ranks, self._shape, self._machine, backward=back), ranks * hop)
+            for back, hop in zip((False, True), self._machine.hop_seconds, strict=True)
+        ]
+        return self._with_exchanges(of_rings)
 
     @property
     def seconds(self) -> float:
@@ -124,4 +126,14 @@ class _Timed:
         links = Links.of(of_rings, self._shape, self._machine, self._beside)
         given = self._config, tiling, grid, self._shape, of_rings
         choice = choose(*given, memory_limit=self._limit, links=links)
-        return self._exchanges + choice.seconds(links)
+        return self._with_exchanges([each[:2] for each in choice.times(links)])
+
+    def _with_exchanges(self, of_rings: Sequence[tuple[float, float]]) -> float:
+        """Return the seconds of passes, of which device and host are given without all-to-alls."""
+        found = sum(
+            max(self._exchange.device + device, self._exchange.host + host)
+            for device, host in of_rings
+        )
+        # Recomputed layers whose outputs are saved repeat them.
+        again = self._config.recompute_fraction is not None
+        return found + again * max(self._exchange.device, self._exchange.host)

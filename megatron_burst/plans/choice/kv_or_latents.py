@@ -36,4 +36,6 @@ def choose_keys(
 
 def latents_pay(heads: Choice, latents: Choice, links: Links, shape: Shape) -> bool:
     """Say whether a layer is faster by the clock where latents travel; `shape` has them."""
-    return latents.seconds(links._replace(shape=shape)) < heads.seconds(links)
+    ways = (latents, links._replace(shape=shape)), (heads, links)
+    faster, slower = (sum(each.seconds for each in choice.times(of)) for choice, of in ways)
+    return faster < slower

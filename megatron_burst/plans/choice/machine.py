@@ -11,6 +11,12 @@ HEAD_GRAIN = 40
 FlashAttention-3 (figure 5) reach 0.77 with 64 and 1.17 with 256, backward 0.85 with 64 of what they
 reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
 
+HOP_SECONDS = 0.2e-3, 0.36e-3
+"""What the host of a GPU works for a hop, forward and backward, its calls of torch included: 86 and
+165 times an `aten.add` before a plan was lowered, half of that since (scripts/bench/host_time.py),
+4.5 microseconds each where that launches a kernel: an estimate. A peer of an all-to-all, there and
+back, takes 96 of them, as a hop of a forward does."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
@@ -28,6 +34,7 @@ class Machine:
     contention: float  # seconds of computing lost for each second of messages
     copy_rate: float  # bytes/s that computing loses to the messages a rank sends; infinite on GPUs
     step_seconds: float = 0.0  # of a step with tiles, beside them; none where the host runs ahead
+    hop_seconds: tuple[float, float] = 0.0, 0.0  # at least, of a step with tiles, where it does
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
     head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
     traffic: float = 1.0  # bytes moved to add results for each that is read and written once
@@ -37,6 +44,18 @@ class Machine:
         rate = self.backward_rate if backward else self.forward_rate
         least = self.head_grain
         return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
+
+    def at_pace(self, pace: float) -> "Machine":
+        """Return it with computing and copies so many times as fast, and the same links."""
+        return replace(
+            self,
+            forward_rate=pace * self.forward_rate,
+            backward_rate=pace * self.backward_rate,
+            linear_rate=pace * self.linear_rate,
+            memory_rate=pace * self.memory_rate,
+            copy_rate=pace * self.copy_rate,
+            step_seconds=self.step_seconds / pace,
+        )
 
 
 H100 = Machine(
@@ -51,6 +70,7 @@ H100 = Machine(
     gpus_per_nic=1,
     contention=0.0,
     copy_rate=float("inf"),
+    hop_seconds=HOP_SECONDS,
     grain=KEYS_A_CALL,
     head_grain=HEAD_GRAIN,
     traffic=3.164,  # fitted, configs/published.toml
@@ -73,3 +93,18 @@ MACHINES = {
     "H100": H100,
 }
 """By words of a GPU's name; what its NICs sustain, training learns from the ports of its node."""
+CPU = Machine(
+    forward_rate=22.4e9,
+    backward_rate=22.4e9,
+    linear_rate=22.4e9,
+    memory_rate=1.6e9,
+    within_rate=1.74e9,
+    nic_rate=1.25e9,
+    gpus_per_nic=1,
+    contention=0.0,
+    copy_rate=0.34e9,
+    step_seconds=2e-3,
+)
+"""A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv."""
+CPU_KERNEL_RATE = 31e9
+"""FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""

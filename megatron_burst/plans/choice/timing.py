@@ -1,7 +1,6 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,22 @@ from megatron_burst.plans.schedules.schedule import Messages, Schedule
 from megatron_burst.plans.schedules.work import Work
 
 
-@lru_cache(maxsize=256)
-def pass_seconds(
-    schedule: Schedule, links: "Links", *, backward: bool
-) -> tuple[float, float, float]:
-    """Of all ranks, and of the one that computes most its kernels and its sums."""
+class PassTime(NamedTuple):
+    """Seconds of a pass: of all devices, of the host, and of who computes most, of these two."""
+
+    device: float
+    host: float  # which runs ahead, from layer to layer
+    kernels: float
+    sums: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two."""
+        return max(self.device, self.host)
+
+
+def pass_time(schedule: Schedule, links: "Links", *, backward: bool) -> PassTime:
+    """Put all ranks' plans on the clock."""
     work, shape, machine = schedule.work(backward=backward), links.shape, links.machine
     local_tokens = schedule.tiling.local_tokens
     batch = shape.tokens // local_tokens
@@ -31,11 +41,17 @@ def pass_seconds(
     messages = links.timed(schedule.messages(backward=backward), sizes, local_tokens)
     lands = (step for timed in messages for step in timed.loads.lands.tolist())
     computing = np.zeros((1 + max([len(kernels), *lands]), len(links.nodes)))
-    computing[: len(kernels)] = kernels + sums + machine.step_seconds * (work.pairs > 0)
+    acts = np.zeros(computing.shape, bool)  # who computes or sends
+    acts[: len(kernels)] = work.pairs > 0
+    computing[: len(kernels)] = kernels + sums
+    computing += machine.step_seconds * acts
     computing += links.taken_from_computing(messages, len(computing))
     most = work.pairs.sum(axis=0).argmax()
     of_most = kernels[:, most].sum(), sums[:, most].sum()
-    return duration(messages, computing), float(of_most[0]), float(of_most[1])
+    for timed in messages:
+        timed.mark(acts)
+    of_host = float(acts.sum(axis=0).max()) * machine.hop_seconds[backward]
+    return PassTime(duration(messages, computing), of_host, float(of_most[0]), float(of_most[1]))
 
 
 def least_seconds(ranks: int, shape: Shape, machine: Machine, *, backward: bool) -> float:
@@ -70,7 +86,8 @@ def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
 class Exchange(NamedTuple):
     """The all-to-alls over heads of one pass."""
 
-    seconds: float
+    device: float  # seconds
+    host: float
     sent: int  # bytes of a rank
     between: int  # of them, to other nodes
 
@@ -78,11 +95,11 @@ class Exchange(NamedTuple):
 def exchange(shape: Shape, size: int, ranks_per_node: int, machine: Machine) -> Exchange:
     """Return what those of `size` ranks take: one step, in which nothing is computed.
 
-    All of a tensor is read and written to be packed, and again to be unpacked. The shape is that
-    behind the first of them.
+    All of a tensor is read and written to be packed, and again to be unpacked. The host works for
+    each peer as for a hop of a forward. The shape is that behind the first of them.
     """
     if size == 1:
-        return Exchange(0.0, 0, 0)
+        return Exchange(0.0, 0.0, 0, 0)
     sent = shape.exchange_bytes(size)
     between = sent * max(0, size - ranks_per_node) // (size - 1)
     away = between * machine.gpus_per_nic / machine.nic_rate
@@ -92,7 +109,7 @@ def exchange(shape: Shape, size: int, ranks_per_node: int, machine: Machine) -> 
         + sent / machine.copy_rate
         + repacked / machine.memory_rate
     )
-    return Exchange(seconds, sent, between)
+    return Exchange(seconds, (size - 1) * machine.hop_seconds[False], sent, between)
 
 
 class Links(NamedTuple):

@@ -9,6 +9,7 @@ in part first and in part last.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Part, 
 from megatron_burst.plans.schedules.schedule import Loads, Schedule
 from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.schedules.topology import Grid, stations
+from megatron_burst.plans.schedules.work import Work, work_around
 from megatron_burst.plans.visibility.interval import union_of
 
 
@@ -68,6 +70,11 @@ class Direct(Schedule):
                 used = self.tiling.of_block(self.sent, owner, rank)
                 tiles[distance] = [used.reading(self.sent, part)]
         return tiles
+
+    def work(self, *, backward: bool) -> Work:
+        """Count what all ranks compute: once a kind of pairs of ranks."""
+        ends = partial(own_tiles_by_step, end=self.grid.ranks, two_levels=False)
+        return work_around(self.tiling, self.grid, self.sent, ends if backward else None)
 
     def reads(self) -> "_DirectMessages":
         """Return the messages with blocks: all are posted at once."""

@@ -34,24 +34,22 @@ class Kind(StrEnum):
     @property
     def is_result(self) -> bool:
         """Whether items of this kind are added to sums, not blocks that are read."""
-        return self.sum in (Kind.OUTPUT, Kind.D_KV, Kind.D_QUERY)
+        return self in _RESULTS
 
     @property
     def partial(self) -> "Kind":
         """Of a gradient, the kind of what one kernel call returned of it."""
-        partials = {Kind.D_KV: Kind.PARTIAL_D_KV, Kind.D_QUERY: Kind.PARTIAL_D_QUERY}
-        return partials.get(self, self)
+        return _PARTIALS.get(self, self)
 
     @property
     def sum(self) -> "Kind":
         """The kind of sum that it is added to."""
-        sums = {Kind.PARTIAL_D_KV: Kind.D_KV, Kind.PARTIAL_D_QUERY: Kind.D_QUERY}
-        return sums.get(self, self)
+        return _SUMS.get(self, self)
 
     @property
     def gradient(self) -> "Kind":
         """The kind of the gradient of a block of this kind."""
-        return {Kind.KV: Kind.D_KV, Kind.QUERY: Kind.D_QUERY}[self]
+        return _GRADIENTS[self]
 
     def result(self, *, backward: bool) -> "Kind | None":
         """Return what is made of a block of this kind: of keys nothing in the forward."""
@@ -63,6 +61,12 @@ class Kind(StrEnum):
     def other(self) -> "Kind":
         """The kind of block that a block of this kind meets."""
         return {Kind.KV: Kind.QUERY, Kind.QUERY: Kind.KV}[self]
+
+
+_GRADIENTS = {Kind.KV: Kind.D_KV, Kind.QUERY: Kind.D_QUERY}
+_PARTIALS = {Kind.D_KV: Kind.PARTIAL_D_KV, Kind.D_QUERY: Kind.PARTIAL_D_QUERY}
+_SUMS = {partial: kind for kind, partial in _PARTIALS.items()}
+_RESULTS = {Kind.OUTPUT, *_PARTIALS, *_SUMS}
 
 
 class Channel(StrEnum):
@@ -95,7 +99,7 @@ class Item(NamedTuple):
     @property
     def sum(self) -> "Item":
         """What it is added to."""
-        return self._replace(kind=self.kind.sum)
+        return self._replace(kind=self.kind.sum) if self.kind in _SUMS else self
 
     @property
     def packed(self) -> Interval | None:
@@ -305,6 +309,12 @@ class Plan:
         return tuple(receive for step in self.steps for receive in step.receives)
 
     @property
+    def moved(self) -> set[Kind]:
+        """The kinds of what is sent or received."""
+        moved: list[Send | Receive] = [*self.sends, *self.receives]
+        return {transfer.item.kind for transfer in moved}
+
+    @property
     def most_sums(self) -> Counter[Kind]:
         """Of each kind, how many of others' results arrivals are being added to, at the most."""
         begun: dict[Item, int] = {}
@@ -320,15 +330,5 @@ class Plan:
 
     @property
     def most_buffered(self) -> Counter[Kind]:
-        """Of each kind, how many items the buffers hold."""
-        return Counter(kind for kind, _ in self.largest_arrivals)
-
-    @property
-    def largest_arrivals(self) -> dict[tuple[Kind, int], Item]:
-        """For each buffer, by kind and number, the largest item that lands in it."""
-        largest: dict[tuple[Kind, int], Item] = {}
-        for item, *_, buffer in self.receives:
-            known = largest.setdefault((item.kind, buffer), item)
-            if known.packed and (item.packed is None or item.packed > known.packed):
-                largest[item.kind, buffer] = item
-        return largest
+        """Of each kind, in how many buffers items arrive."""
+        return Counter(kind for kind, _ in {(r.item.kind, r.buffer) for r in self.receives})

@@ -27,7 +27,7 @@ from megatron_burst.plans.schedules.route import Leg, Route, Used, used_by_block
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.schedules.topology import Grid, stations
-from megatron_burst.plans.schedules.work import Work, work_of_pairs
+from megatron_burst.plans.schedules.work import Work, work_around
 from megatron_burst.plans.visibility.band import Ints
 
 
@@ -86,14 +86,9 @@ class Ring(Schedule):
 
     def work(self, *, backward: bool) -> Work:
         """Count what all ranks compute: once a kind of pairs of ranks."""
-        ranks, at = np.arange(self.grid.ranks), stations(self.grid)
-        owners = np.empty_like(at)
-        np.put_along_axis(owners, at, ranks[None], axis=1)  # [step, rank]
-        owns = np.broadcast_to(ranks, at.shape)
-        pairs = (owns, owners) if self.sent is Kind.KV else (owners, owns)
-        has_ends = backward and len(at) > 1 and not self.gather
-        spread = partial(self._spread, end=len(at)) if has_ends else None
-        found = work_of_pairs(self.tiling, *pairs, spread)
+        has_ends = backward and self.grid.ranks > 1 and not self.gather
+        spread = partial(self._spread, end=self.grid.ranks) if has_ends else None
+        found = work_around(self.tiling, self.grid, self.sent, spread)
         return found.all_at(self._delay) if self.gather else found
 
     def reads(self) -> Route:

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.schedules.plan import Tiles
+from megatron_burst.plans.schedules.plan import Kind, Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
+from megatron_burst.plans.schedules.topology import Grid, stations
 from megatron_burst.plans.visibility.cells import Cells
+
+_MANY = 16  # kinds of own tiles, above which all are taken to be cut as the heaviest one is
 
 
 class Work(NamedTuple):
@@ -39,6 +42,21 @@ class Work(NamedTuple):
         return Work(*found)
 
 
+def work_around(
+    tiling: Tiling,
+    grid: Grid,
+    sent: Kind,
+    spread: Callable[[Tiles], Mapping[int, Sequence[Tiles]]] | None,
+) -> Work:
+    """Count what ranks compute that meet the blocks of all others in the order of the grid."""
+    ranks, at = np.arange(grid.ranks), stations(grid)
+    owners = np.empty_like(at)
+    np.put_along_axis(owners, at, ranks[None], axis=1)  # [step, rank]
+    owns = np.broadcast_to(ranks, at.shape)
+    pairs = (owns, owners) if sent is Kind.KV else (owners, owns)
+    return work_of_pairs(tiling, *pairs, spread)
+
+
 def work_of_pairs(
     tiling: Tiling,
     queries: NDArray[np.int64],
@@ -59,11 +77,24 @@ def work_of_pairs(
     found[: len(queries), :, :3] = each[seen.kinds[queries, keys]]
     found[: len(queries), :, 3] = _come(queries, found[: len(queries), :, 0] > 0)
     if spread:
-        own, ranks = np.unique(seen.kinds.diagonal(), return_index=True)
+        of_own = seen.kinds.diagonal()
+        own, ranks = np.unique(of_own, return_index=True)
+        if len(own) > _MANY:  # under documents every rank's, each of which takes a while to cut
+            heaviest = each[of_own, 0].argmax()
+            shares = _shares(spread(tiling(heaviest, heaviest)))
+            for step, share in shares.items():
+                found[step, :, :3] = np.rint(share * each[of_own])
+            return Work(*np.moveaxis(found, -1, 0))
         for kind, rank in zip(own, ranks.tolist(), strict=True):
             for step, some in spread(tiling(rank, rank)).items():
-                found[step, seen.kinds.diagonal() == kind, :3] = _sums(some)
+                found[step, of_own == kind, :3] = _sums(some)
     return Work(*np.moveaxis(found, -1, 0))
+
+
+def _shares(parts: Mapping[int, Sequence[Tiles]]) -> dict[int, NDArray[np.float64]]:
+    """Return what share of all pairs, of rows of queries and of keys each step has."""
+    sums = {step: _sums(some) for step, some in parts.items()}
+    return {step: some / np.maximum(1, sum(sums.values())) for step, some in sums.items()}
 
 
 def _arrivals(rank: int, tiles: Mapping[int, Sequence[Tiles]]) -> Iterator[tuple[int, int]]:

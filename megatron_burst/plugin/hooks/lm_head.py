@@ -17,6 +17,7 @@ from megatron_burst.kernels.in_triton import why_plain
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, within
 from megatron_burst.loss.function import apply
+from megatron_burst.loss.kept import Keeper
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, is_sharded, weight_sum
 from megatron_burst.plugin.limits import LM_HEAD_LIMITS
@@ -142,7 +143,9 @@ class ChunkedLoss:
         self._config, self._layer = config, model.output_layer
         self._make_logits: Callable[..., tuple[Any, None]] = self._layer.forward
         self._megatrons: Callable[[Tensor, Any], Tensor] = model.compute_language_model_loss
-        self._has_labels = False
+        self._labels: Tensor | None = None  # of a call; also its loss mask
+        self._mask: Tensor | None = None
+        self._keeper, self._per_token = Keeper(), model.config.calculate_per_token_loss
         self._counts = bool(model.config.mtp_num_layers)
         self._said: set[str] = set()
         fusion = model.config.gradient_accumulation_fusion
@@ -158,10 +161,22 @@ class ChunkedLoss:
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        self._has_labels = given.get("labels") is not None
+        self._labels, self._mask = given.get("labels"), given.get("loss_mask")
 
     def _after(self, *_: Any) -> None:
-        self._has_labels = False
+        self._labels = self._mask = None
+
+    def _weights(self, labels: Tensor) -> Tensor | None:
+        """Return what Megatron's loss multiplies the losses by, but for a factor.
+
+        In most trainings that is a power of two, so that gradients kept in bfloat16 are rounded
+        once. Heads of MTP, whose labels are others, have masks of their own.
+        """
+        mask = self._mask
+        if mask is None or labels is not self._labels or mask.shape != labels.shape:
+            return None
+        mask = mask.float()
+        return mask if self._per_token else mask / mask.sum().int().clamp(min=1)
 
     def hand_on(
         self,
@@ -177,7 +192,7 @@ class ChunkedLoss:
         layer = self._layer
         if isinstance(weight, UnmadeLogits):
             return self._made(weight, input_), None
-        if not self._has_labels:
+        if self._labels is None:
             return self._make_logits(input_, weight, runtime_gather_output)
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
         if gathers and layer.tp_group.size() > 1:
@@ -203,6 +218,8 @@ class ChunkedLoss:
         return self._made(logits, logits.hidden)
 
     def _made(self, logits: UnmadeLogits, hidden: Tensor) -> Tensor:
+        assert logits.labels is not None
+        weights = self._weights(logits.labels)
         call = Call(
             ignore_index=IGNORED,
             logit_scale=logits.scale,
@@ -210,17 +227,19 @@ class ChunkedLoss:
             memory_mb=self._config.memory_mb,
             group=self._layer.tp_group,
             sequence_parallel=self._layer.sequence_parallel,
+            weights=None if weights is None else weights.t(),
+            keeper=self._keeper,
             weight_sum=functools.partial(weight_sum, kernel=self._kernel),
             on_chunking=functools.partial(self._say_chunking, logits.weight),
             on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
-        assert logits.labels is not None
         return apply(hidden, logits.weight, logits.labels.t(), call).t().contiguous()
 
     def _say_chunking(self, weight: Tensor, chunking: Chunking) -> None:
         plain = why_plain(weight.device, weight.dtype)
         softmax = f"plain torch ({plain})" if plain else "Triton"
-        text = f"chunked LM head loss: {chunking}, dW by {self._kernel_name}, softmax by {softmax}"
+        kernel = "torch" if chunking.keeps else self._kernel_name
+        text = f"chunked LM head loss: {chunking}, dW by {kernel}, softmax by {softmax}"
         if torch.is_grad_enabled() and text not in self._said:
             self._said.add(text)
             logger.info("%s", text)

@@ -30,6 +30,7 @@ class MainGradSum:
         self._weight, self._kernel, self._own = weight, kernel, OwnSum(weight)
         self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
         self.apart = self._main_grad.dtype != accumulation_dtype(weight.dtype)
+        self.kept_apart = True  # the forward must not touch `main_grad`
 
     def add_product(self, gradient: LogitsGradient, hidden: Tensor) -> None:
         """Add `gradient.T @ hidden`; into a narrower `main_grad` the sum of all chunks at last."""
@@ -39,6 +40,10 @@ class MainGradSum:
             self._kernel(hidden, gradient.narrow, self._main_grad)
         else:
             add_product(self._main_grad, gradient, hidden)
+
+    def add(self, total: Tensor, factor: float) -> None:
+        """Add `factor * total`."""
+        self._main_grad.add_(total, alpha=factor)
 
     def result(self) -> Tensor:
         """Set `grad_added_to_main_grad`; return the tensor without meaning that Megatron wants."""

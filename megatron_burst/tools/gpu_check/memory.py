@@ -11,7 +11,7 @@ from megatron_burst.kernels import KernelInput
 from megatron_burst.kernels.protocol import Gradients
 from megatron_burst.kernels.reference import ReferenceKernel
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
-from megatron_burst.tools.one_rank import OneRank, Sizes, Tensors, silent_rank
+from megatron_burst.tools.one_rank import OneRank, Sizes, silent_rank
 
 REMEDY = "plan with the larger figure, a shorter sequence or more ranks (docs/budgets.md)"
 _APART = 0.15  # of the count: kernels have memory of their own, allocators round
@@ -40,8 +40,7 @@ def check(device: Device) -> Iterator[Check]:
         settings = {"backward": ring, "topology": topology}
         rank = silent_rank(_NODES[topology], tensors, **settings)
         rank.backward()  # what is made once is no part of it
-        found = _peaks(device, rank, tensors)
-        counted = counted_peaks(_NODES[topology], sizes, **settings)
+        found, counted = _peaks(device, rank), counted_peaks(_NODES[topology], sizes, **settings)
         for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
             of_q = tensors[0].nbytes
             sizes_in_q = f" ({mine / of_q:.1f} x q, counted {right / of_q:.1f})"
@@ -51,11 +50,13 @@ def check(device: Device) -> Iterator[Check]:
         device.free()
 
 
-def _peaks(device: Device, rank: OneRank, tensors: Tensors) -> list[int]:
-    """Return those of a forward and of a backward."""
-    rank.result = None
-    forward = device.peak(rank.forward, tensors)
-    return [forward, device.peak(rank.backward, (*tensors, *(rank.result or ())))]
+def _peaks(device: Device, rank: OneRank) -> list[int]:
+    """Return those of a forward and of a backward, each with the memory of its own messages."""
+    rank.result, messages = None, rank.call.communicator.memory
+    messages.give_back()
+    forward = device.peak(rank.forward, rank.tensors)
+    messages.give_back()
+    return [forward, device.peak(rank.backward, (*rank.tensors, *(rank.result or ())))]
 
 
 def counted_peaks(nodes: Sequence[int], sizes: Sizes, **settings: str) -> list[int]:
@@ -64,4 +65,4 @@ def counted_peaks(nodes: Sequence[int], sizes: Sizes, **settings: str) -> list[i
     rank = silent_rank(nodes, tensors, **settings, kernel="reference")  # on any device
     rank.call = replace(rank.call, kernel=_EmptyKernel())
     rank.backward()  # as on the device
-    return _peaks(Device(torch.device("meta"), Path()), rank, tensors)
+    return _peaks(Device(torch.device("meta"), Path()), rank)

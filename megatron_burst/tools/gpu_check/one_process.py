@@ -6,16 +6,19 @@ matched as NCCL matches them: between two ranks and on a channel, in the order i
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.schedules.plan import Channel, Receive
-from megatron_burst.transport.comm import Communicator, Message
+from megatron_burst.plans.schedules.plan import Channel, Kind, Receive
+from megatron_burst.transport.comm import Communicator, Posted
 from megatron_burst.transport.errors import CommunicationError
+from megatron_burst.transport.lowered import Batch
+
+_NAN = 0xFF  # all bytes of a NaN, of any dtype
 
 type _Key = tuple[int, int, Channel, int]  # from whom, to whom, where, the how-manieth there
 
@@ -61,42 +64,38 @@ class ThreadedCommunicator(Communicator):
         self._rank, self._post = rank, post
         self._posted: Counter[tuple[int, int, Channel]] = Counter()
 
-    def start(self, messages: Sequence[Message], where: str) -> list[Any]:
+    def start(self, batch: Batch, own: Mapping[Kind, Tensor]) -> Posted:
         """Send at once; poison what is to be received."""
+        self.bytes_by_channel[batch.channel] += batch.bytes_sent
         works: list[Any] = []
-        for message in messages:
-            transfer, name, tensor, _ = message
-            assert tensor.is_contiguous(), f"{where}: {name} is not contiguous"
-            self.bytes_by_channel[transfer.channel] += message.bytes_sent
+        for message in batch.messages:
+            transfer, tensor = message.transfer, message.of(own)
             ends, receives = (self._rank, self._ranks[transfer.peer]), isinstance(transfer, Receive)
             way = *(ends[::-1] if receives else ends), transfer.channel
             self._posted[way] += 1
             key = *way, self._posted[way]
             if receives:
-                works.append((name, tensor.fill_(torch.nan), key))
+                works.append((self.name_of(transfer), tensor.fill_(_NAN), key))
             else:
-                works.append((name, tensor, copy := tensor.clone()))
+                works.append((self.name_of(transfer), tensor, copy := tensor.clone()))
                 self._post.put(key, copy)
-        return works
+        return Posted(batch, works, (), None)
 
-    def wait(self, works: Sequence[Any], where: str) -> None:
+    def wait(self, posted: Posted) -> None:
         """Let what is received land; look whether what was sent is still the same."""
+        where, works = posted.batch.where, cast(list[Any], posted.works)
         for name, tensor, other in works:
             if isinstance(other, Tensor):
-                if not torch.equal(_bytes_of(tensor), _bytes_of(other)):
+                if not torch.equal(tensor, other):
                     self._fail(f"{where}: written to before it had landed: {name}")
                 continue
             arrived = self._post.take(other, f"{name}, {where}")
-            if (arrived.shape, arrived.dtype) != (tensor.shape, tensor.dtype):
-                self._fail(f"{where}: {name}: {arrived.shape} came for {tensor.shape}")
+            if arrived.shape != tensor.shape:
+                self._fail(f"{where}: {name}: {len(arrived)} bytes came for {len(tensor)}")
             tensor.copy_(arrived)
 
     def _fail(self, text: str) -> None:
         raise CommunicationError(f"rank {self._rank}, {text}")
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)  # flat: the stride of a dimension of one is any number
 
 
 def run_all[T](post: Post, jobs: Sequence[Callable[[], T]]) -> list[T]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_burst.plans.choice.machine import HEAD_GRAIN, KEYS_A_CALL, Machine
+from megatron_burst.plans.choice.machine import HEAD_GRAIN, HOP_SECONDS, KEYS_A_CALL, Machine
 from megatron_burst.tools.flops import peak_tflops
 
 _LARGEST = 1e18
@@ -75,6 +75,7 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         copy_rate=float("inf"),
         experts_seconds=1e-3 * constant("experts_ms"),
         update_seconds=1e-9 * constant("host_update"),
+        hop_seconds=HOP_SECONDS,
         peak=peak,
         grain=KEYS_A_CALL,
         head_grain=HEAD_GRAIN,

@@ -161,6 +161,7 @@ def loss_chunking(given: Flags) -> Chunking | None:
         statistics=call.statistics,
         fused=True,  # Triton is there on GPUs; in float32 it changes nothing
         sums_apart=gradient_bytes < 4,  # `main_grad` is too narrow for sums
+        kept_apart=True,  # of the forward, which has the loss mask
     )
     return call.chunking(sizes)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.kv_or_latents import choose_keys
-from megatron_burst.plans.choice.planning import Choice, choose
-from megatron_burst.plans.choice.timing import Links, exchange, pass_seconds
+from megatron_burst.plans.choice.planning import Choice, Offer, choose
+from megatron_burst.plans.choice.timing import Links, PassTime, exchange, pass_time
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary
@@ -21,15 +21,21 @@ from megatron_burst.tools.plan.workload import Ring, Workload
 class Pass(NamedTuple):
     """One forward or backward of one layer's attention, or several of them."""
 
-    seconds: float = 0.0  # until the last rank is done
+    device: float = 0.0  # seconds until the last rank is done
+    host: float = 0.0  # of the host, which runs ahead
     kernels: float = 0.0  # of them, the tiles of the rank that has most of them
     sums: float = 0.0  # and what merges and adds their results
     sent: int = 0  # bytes, the most of any rank
     between: int = 0  # of them, the most that any rank sends to another node
 
     @property
+    def seconds(self) -> float:
+        """Those of the devices, or of a host that is slower."""
+        return max(self.device, self.host)
+
+    @property
     def exposed(self) -> float:
-        """Seconds in which the rank with most to do waits for messages or is slowed by them."""
+        """Seconds in which who has most to do waits for messages or the host, or is slowed."""
         return max(0.0, self.seconds - self.kernels - self.sums)
 
     @property
@@ -49,12 +55,9 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     fraction, heads = load.config.recompute_fraction, _exchange(load)
 
     def of(ring: Ring, *, backward: bool = False) -> Pass:
-        choice, shape = chosen(ring)
+        choice, _ = chosen(ring)
         taken = (choice.backward if backward else choice.forward)[0]
-        machine = reached(ring, taken.schedule, shape, backward=backward)
-        links = Links(ring.nodes, shape, machine, ring.beside)
-        seconds = pass_seconds(taken.schedule, links, backward=backward)
-        chunk = Pass(*seconds, taken.cost.rank, taken.cost.nic)
+        chunk = Pass(*_times(ring)[backward], taken.cost.rank, taken.cost.nic)
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
     again = Pass()
@@ -84,6 +87,21 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
         return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit, links=links)
 
     return choose_keys(choose_for, links, ring.shape.latents, config)[:2]
+
+
+@lru_cache(maxsize=64)
+def _times(ring: Ring) -> tuple[PassTime, PassTime]:
+    """Return the time of a forward and a backward by what is chosen, on NCCL's channels."""
+    choice, shape = chosen(ring)
+
+    def time(offer: Offer, *, backward: bool) -> PassTime:
+        machine = reached(ring, offer.schedule, shape, backward=backward)
+        if offer.time and machine == ring.machine:
+            return offer.time
+        links = Links(ring.nodes, shape, machine, ring.beside)
+        return pass_time(offer.schedule, links, backward=backward)
+
+    return time(choice.forward[0], backward=False), time(choice.backward[0], backward=True)
 
 
 @lru_cache(maxsize=32)
@@ -130,4 +148,4 @@ def _exchange(load: Workload) -> Pass:
     """The all-to-alls over heads of one pass; those of chunks are as many bytes in all."""
     shape, chunks = load.ring.shape, load.head_chunks
     found = exchange(shape, load.head_parallel, load.ranks_per_node, reached_by_heads(load.ring))
-    return Pass(found.seconds * chunks, sent=found.sent * chunks, between=found.between * chunks)
+    return together(*[Pass(found.device, found.host, 0.0, 0.0, found.sent, found.between)] * chunks)

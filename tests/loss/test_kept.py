@@ -1,0 +1,310 @@
+"""Gradients that the forward makes: those of float64, wherever they hold and where not. (fast)"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_burst import linear_cross_entropy
+from megatron_burst.loss.call import Call
+from megatron_burst.loss.chunk import InTorch
+from megatron_burst.loss.chunk_size import KEPT_MB, Chunking, Sizes, choose, within
+from megatron_burst.loss.function import apply
+from megatron_burst.loss.kept import Keeper
+from tests.loss.oracle import OBJECTIVES, Case, Result, errors, make_case, oracle
+from tests.loss.test_memory import MIB, K, peak_bytes
+from tests.workers import Team, WorkerPool
+
+TOLERANCE = 2e-6  # float32
+FACTOR = 0.37
+
+
+def a_mask(case: Case) -> Tensor:
+    """Zeros, ones and what a weighted loss has."""
+    numbers = torch.arange(case.targets.numel()).view(case.targets.shape)
+    return (numbers % 4).clamp(max=2).div(2).where(numbers % 3 > 0, 0.3)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tokens of which logits were made."""
+    tokens: list[int] = []
+    logits = InTorch._logits
+
+    def counting(self: InTorch, hidden: Tensor) -> Tensor:
+        tokens.append(len(hidden))
+        return logits(self, hidden)
+
+    monkeypatch.setattr(InTorch, "_logits", counting)
+    return tokens
+
+
+def with_weights(case: Case, grad: Tensor, weights: Tensor | None, **arguments: Any) -> Result:
+    hidden, weight = (x.detach().clone().requires_grad_() for x in (case.hidden, case.weight))
+    loss = apply(hidden, weight, case.targets, Call(weights=weights, **arguments))
+    return Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad.to(loss.dtype)))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 21, 100])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_float32_equals_float64(made: list[int], objective: str, chunk_size: int) -> None:
+    arguments = OBJECTIVES[objective]
+    case = make_case(ignore_index=arguments.get("ignore_index", -100))
+    grad = a_mask(case) * FACTOR
+    found = with_weights(case, grad, a_mask(case) / 7, chunk_size=chunk_size, **arguments)
+    assert sum(made) == case.targets.numel(), "logits are made once"
+    assert max(errors(found, oracle(case, grad, **arguments))) < TOLERANCE
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("tokens", [(1,), (3, 7), (333,)])
+def test_reductions_are_torchs(made: list[int], reduction: str, tokens: tuple[int, ...]) -> None:
+    case = make_case(tokens, ignore_index=0)
+    inputs = [x.clone().requires_grad_() for x in (case.hidden, case.weight)]
+    exact = [x.double().detach().requires_grad_() for x in inputs]
+    flat = case.targets.flatten()
+    logits = F.linear(*exact).flatten(0, -2)
+    expected = F.cross_entropy(logits, flat, ignore_index=0, reduction=reduction)
+    options: Any = {"ignore_index": 0, "reduction": reduction, "chunk_size": 50}
+    found = linear_cross_entropy(*inputs, case.targets, **options)
+    (found * FACTOR).backward()
+    (expected * FACTOR).backward()
+    assert sum(made) == case.targets.numel() and found.shape == ()
+    result, wanted = (
+        Result(x[0].detach(), x[1].grad, x[2].grad) for x in ((found, *inputs), (expected, *exact))
+    )
+    assert max(errors(result, wanted)) < TOLERANCE
+
+
+def test_another_reduction_is_refused() -> None:
+    case = make_case()
+    options: Any = {"reduction": "max"}
+    with pytest.raises(ValueError, match="reduction must be none, sum or mean, got 'max'"):
+        linear_cross_entropy(*case[:3], **options)
+
+
+GRADIENTS = {
+    "of another mask": lambda mask: 1.0 - mask,
+    "one token otherwise": lambda mask: mask.clone().index_fill_(0, torch.tensor([2]), 0.31),
+    "one token a little otherwise": lambda mask: mask * (1 + 1e-5 * (torch.arange(21) == 2)),
+    "zero": torch.zeros_like,
+    "infinite": lambda mask: mask * math.inf,
+    "not a number": lambda mask: mask * math.nan,
+    "random": lambda mask: torch.randn(21, generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_what_is_no_multiple_is_computed_exactly(made: list[int], gradient: str) -> None:
+    case = make_case((21,))
+    mask = a_mask(case)
+    grad = GRADIENTS[gradient](mask)
+    found = with_weights(case, grad, mask, chunk_size=4)
+    assert sum(made) == 2 * 21, "logits are made again"
+    if torch.isfinite(grad).all():
+        assert max(errors(found, oracle(case, grad))) < TOLERANCE
+    for ours, expected in zip(found, with_weights(case, grad, None, chunk_size=4), strict=True):
+        assert torch.equal(ours.isfinite(), expected.isfinite())
+        torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("grad", [0.0, 1.0])
+def test_a_mask_of_zeros(made: list[int], grad: float) -> None:
+    """That masks losses without a gradient, or with one after all."""
+    case = make_case()
+    given = torch.full_like(case.grad, grad)
+    found = with_weights(case, given, torch.zeros_like(case.grad), chunk_size=4)
+    assert max(errors(found, oracle(case, given))) < TOLERANCE
+    assert sum(made) == (42 if grad else 21)
+
+
+def test_a_wrong_target_counts_where_its_gradient_does() -> None:
+    case = make_case()
+    case.targets[1, 2] = 48
+    mask = torch.ones_like(case.grad)
+    with pytest.raises(ValueError, match="target 48 is outside"):
+        with_weights(case, mask, mask)
+    mask[1, 2] = 0
+    found = with_weights(case, FACTOR * mask, mask)
+    case.targets[1, 2] = 0
+    assert max(errors(found, oracle(case, FACTOR * mask))[1:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("which", ["hidden", "weight"])
+def test_only_one_input_wants_a_gradient(which: str) -> None:
+    case = make_case()
+    inputs = {"hidden": case.hidden.clone(), "weight": case.weight.clone()}
+    inputs[which].requires_grad_()
+    mask = a_mask(case)
+    apply(**inputs, targets=case.targets, call=Call(weights=mask)).backward(FACTOR * mask)
+    expected = oracle(case, FACTOR * mask)
+    assert (
+        errors(Result(*3 * [inputs[which].grad]), Result(*3 * [getattr(expected, f"d_{which}")]))[0]
+        < TOLERANCE
+    )
+
+
+def test_backward_may_run_twice_and_a_changed_weight_is_noticed(made: list[int]) -> None:
+    case = make_case()
+    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
+    loss = linear_cross_entropy(hidden, weight, case.targets, reduction="sum") * FACTOR
+    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert sum(made) == 2 * 21
+    for a, b in zip(once, again, strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_evaluation_and_float16_keep_nothing(made: list[int]) -> None:
+    case = make_case(dtype=torch.float16)
+    inputs = [x.clone().requires_grad_() for x in (case.hidden, case.weight)]
+    said: list[Chunking] = []
+    call = Call(weights=torch.ones_like(case.grad), on_chunking=said.append)
+    apply(*inputs, case.targets, call)
+    inputs = [x.float().detach().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        apply(*inputs, case.targets, call)
+    apply(*inputs, case.targets, call)
+    assert [chunking.products for chunking in said] == [4, 4, 3]
+
+
+@pytest.mark.parametrize(("factor", "allowed"), [(2**-5, 1.001), (FACTOR, 1.5)])
+def test_bfloat16_is_rounded_once_by_powers_of_two(factor: float, allowed: float) -> None:
+    """Any other factor rounds dh, which is kept in bfloat16, once more; dW is kept in float32."""
+    kept, again = [], []
+    for seed in range(6):
+        case = make_case((256,), 1024, 64, torch.bfloat16, seed)
+        mask = (torch.arange(256) % 5 > 0) / 205.0
+        arguments = {"chunk_size": 100}
+        expected = oracle(case, mask * factor)
+        kept.append(errors(with_weights(case, mask * factor, mask, **arguments), expected))
+        again.append(errors(with_weights(case, mask * factor, None, **arguments), expected))
+    means = [torch.tensor(many).mean(0) for many in (kept, again)]
+    print(f"loss, d_hidden, d_weight: kept {means[0]}, made again {means[1]}")
+    assert (means[0] <= torch.tensor([1.001, allowed, 1.001]) * means[1]).all()
+    assert means[0].max() < 2**-8
+
+
+# Ranks.
+
+
+def on_a_rank(team: Team, case: Case, parts: bool, grads: list[Tensor]) -> list[Any]:
+    ranks, rank = team.group.size(), team.rank
+    hidden = case.hidden.chunk(ranks)[rank] if parts else case.hidden
+    hidden = hidden.clone().requires_grad_()
+    weight = case.weight.chunk(ranks)[rank].clone().requires_grad_()
+    said: list[Chunking] = []
+    call = Call(
+        weights=a_mask(case),
+        chunk_size=10,
+        label_smoothing=0.1,
+        z_loss=1e-3,
+        logit_softcap=5.0,
+        group=team.group,
+        sequence_parallel=parts,
+        on_chunking=said.append,
+    )
+    found: list[Any] = []
+    for grad in grads:
+        loss = apply(hidden, weight, case.targets, call)
+        assert said[-1].keeps
+        found.append(Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad)))
+    return found
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "sequence-parallel"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_the_vocabulary(workers: WorkerPool, ranks: int, parts: bool) -> None:
+    """The second gradient is no multiple of the mask."""
+    case = make_case((8, 3))
+    grads = [FACTOR * a_mask(case), case.grad]
+    shares = workers.run(ranks, on_a_rank, case, parts, grads)
+    for number, grad in enumerate(grads):
+        results = [share[number] for share in shares]
+        d_hidden = torch.cat([r.d_hidden for r in results]) if parts else results[0].d_hidden
+        whole = Result(results[0].loss, d_hidden, torch.cat([r.d_weight for r in results]))
+        expected = oracle(case, grad, label_smoothing=0.1, z_loss=1e-3, logit_softcap=5.0)
+        assert max(errors(whole, expected)) < TOLERANCE
+
+
+# Memory, and who keeps.
+
+BIG = Sizes(tokens=16 * K, vocabulary=128 * K, hidden=4096, dtype=torch.bfloat16)
+
+
+def sizes(**changes: Any) -> Sizes:
+    return replace(BIG, **{"kept_apart": True, "fused": True, **changes})
+
+
+def test_a_limit_decides_and_says_what_it_would_take() -> None:
+    found = choose(sizes(), None, None)  # dW takes 2 GiB
+    assert not found.keeps and found.products == 4 and found == choose(sizes(), None, None)
+    assert str(found).endswith(f"logits made twice (once with {found.once:.0f} MiB)")
+    enough = math.ceil(found.once)
+    assert choose(sizes(), None, enough * MIB).keeps
+    assert not choose(sizes(), None, (enough - 2) * MIB).keeps
+    assert choose(sizes(), None, enough * MIB).peak <= enough * MIB
+    assert "logits made once" in str(choose(sizes(), None, enough * MIB))
+
+
+def test_by_default_a_small_dw_is_kept_or_one_that_is_there_anyhow() -> None:
+    assert 4 * 128 * K * 2048 == KEPT_MB * MIB
+    assert choose(sizes(hidden=2048), None, None).keeps
+    assert not choose(sizes(hidden=2049), None, None).keeps
+    assert choose(sizes(sums_apart=True), None, None).keeps
+    plain = within(sizes(sums_apart=True), None)
+    assert choose(sizes(sums_apart=True), None, None).peak == plain.peak
+    free = sizes(dtype=torch.float32, fused=False, kept_apart=False)
+    assert choose(free, None, 64 * MIB).keeps and choose(free, 5, None).keeps
+    assert not choose(sizes(kept_apart=None), 5, None).keeps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
+    said: list[Chunking] = []
+    kept = {"tokens": 4 * K, "vocabulary": 4 * K, "hidden": 64, "dtype": dtype}
+
+    def function(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        mask = torch.ones(len(targets))
+        call = Call(memory_mb=64, on_chunking=said.append, weights=mask)
+        return apply(hidden, weight, targets, call)
+
+    peak = peak_bytes(function, **kept, device="cpu")
+    assert said[0].keeps and said[0].tokens < 4 * K
+    assert 0.9 * said[0].peak < peak <= said[0].peak <= 64 * MIB
+
+
+def test_one_forward_at_a_time_keeps() -> None:
+    case, keeper, said = make_case(), Keeper(), []
+    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
+    mask = a_mask(case)
+    call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
+    first, second = (apply(hidden, weight, case.targets, call) for _ in range(2))
+    first.backward(mask)
+    third = apply(hidden, weight, case.targets, call)
+    del third  # unused
+    fourth = apply(hidden, weight, case.targets, call)
+    assert [chunking.keeps for chunking in said] == [True, False, True, True]
+    second.backward(mask)
+    fourth.backward(mask)
+    expected = oracle(case, 3 * mask)
+    assert errors(Result(first, hidden.grad, weight.grad), expected)[1:] < [TOLERANCE] * 2
+
+
+def test_three_wrong_in_a_row_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    case, keeper, said = make_case(), Keeper(), []
+    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
+    mask = a_mask(case)
+    call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
+    for grad in (case.grad, case.grad, mask, *4 * [case.grad]):
+        apply(hidden, weight, case.targets, call).backward(grad)
+    assert [chunking.keeps for chunking in said] == [True] * 6 + [False]
+    assert caplog.text.count("no multiple of the loss mask") == 1
