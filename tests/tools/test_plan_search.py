@@ -465,3 +465,11 @@ def test_a_host_updates_the_parameters_of_its_gpus() -> None:
         more = step.predict(load).seconds - step.predict(still).seconds
         of_host = load.model.parameters / max(1, gpus / 8)
         assert more == pytest.approx(of_host * load.cluster.update_seconds, rel=1e-6)
+
+
+def test_heads_may_change_places_between_nodes_alone() -> None:
+    """With as many tensor-parallel ranks as a node has GPUs no message of theirs is within it."""
+    sizes = {"tensor_model_parallel_size": 8, "context_parallel_size": 8}
+    load = load_of("70b", 64, sequence_parallel=True, context_parallel_algo="ulysses", **sizes)
+    forward = timing.attention_passes(load)[0]
+    assert forward.between == forward.sent > 0

@@ -11,7 +11,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
-from megatron_burst.tools.flags import Flags, cut, whole, window_of
+from megatron_burst.tools.flags import Flags, cut, kept, whole, window_of
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
@@ -114,7 +114,7 @@ def config_of[T: (BurstConfig, LmHeadConfig, MlpConfig)](config: type[T], given:
         ValueError: a flag's text means nothing.
     """
     known: type = config
-    values = {}
+    given, values = kept(given), {}
     for flag in _flags(known):
         if (name := flag.name.removeprefix("--")) in given:
             try:
@@ -232,7 +232,9 @@ def _parts_of_pattern(given: Flags, stages: int) -> int:
 
 def _modules(given: Flags) -> frozenset[str]:
     """What --recompute-modules names, Megatron's default if nothing."""
-    named = given.get("recompute-modules", ["core_attn"])
+    named = given.get("recompute-modules") or ["core_attn"]
+    if named is True:
+        raise ValueError("--recompute-modules names none")
     modules = frozenset([named] if isinstance(named, str) else named)
     if unknown := modules - set(_SELECTIVE):
         raise ValueError(
