@@ -14,6 +14,11 @@ type Flags = Mapping[str, Any]
 DOCUMENTS = "--dataloader-inter-document-masking"
 # Megatron takes tokens from one place: any of these takes that of a run's mock data.
 _DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-path"}
+# Flags of one's own before which those of a run give way.
+_REPLACED = {
+    "accumulate-allreduce-grads-in-fp32": ("grad-reduce-in-bf16",),
+    "lm-head-loss": ("lm-head-memory-mb", "lm-head-chunk-size"),
+}
 
 
 # ---- command lines
@@ -80,7 +85,7 @@ def whole(given: Flags, name: str, default: int = 1) -> int:
         ValueError: it is no whole number, or 0 where the default is not.
     """
     value = given.get(name)
-    text = str(default if value is None else value)
+    text = str(default if value is None or value is False else value)
     if not text.isdecimal() or (default and not int(text)):
         kind = "positive whole" if default else "whole"
         raise ValueError(f"--{name} {text} is not a {kind} number")
@@ -153,6 +158,9 @@ def as_asked(flags: Flags, own: Collection[str], *, gpt: bool) -> dict[str, Any]
         ValueError: the layers of a HybridModel are counted.
     """
     pattern, given = "hybrid-layer-pattern", dict(flags)
+    for name, others in _REPLACED.items():
+        for other in others if name in own else ():
+            given.pop(other, None)
     if not _DATA.isdisjoint(own):
         given.pop("mock-data", None)
     if pattern in (*given, *own) or ("num-layers" in given and not gpt):

@@ -28,10 +28,12 @@ _FIGURES = {
     "mfu": "% MFU",
     "millions": "M tokens",
     "gib": "GiB",
+    "gb": "GiB",
 }
 _CHANGES = (  # of a workload, by the names of its fields
     *("window", "recompute", "zero3", "gradient_bytes", "fp8"),
-    *("offload", "offload_inputs", "mlp_chunks"),
+    *("offload", "offload_inputs", "mlp_chunks", "sequences", "micro"),
+    *("pipeline", "virtual", "expert", "expert_tensor", "hides_experts"),
 )
 _BURST = {"cluster": "a800", "zero3": True, "gradient_bytes": 2, "recompute": True}
 _OF_OTHERS = 0.0, 0.0  # host time a hop: what was published was not measured of our loop
@@ -152,11 +154,11 @@ def _steps(configs: Configs, kind: str) -> Iterator[Row]:
                 if figure in given:
                     yield Row(
                         id=f"{group['id']}/{row['id']}",
-                        group=group["id"],
+                        group=f"{group['id']}/{row['id']}" if "apart" in group else group["id"],
                         table="BurstEngine" if is_burst else group["id"],
                         load=load,
                         code=code,
-                        value=given[figure],
+                        value=given[figure] * (1e9 / 2**30 if figure == "gb" else 1),
                         unit=unit,
                         pace=configs.constant("other_code") if is_burst and code else 1.0,
                         mfu_published=given.get("mfu_published") if figure == "tgs" else None,
@@ -196,10 +198,10 @@ def _load(configs: Configs, given: Table, config: BurstConfig) -> Workload:
         tensor=tensor,
         context=context,
         tokens=int(number) * _UNITS[unit],
-        sequences=given["gpus"] // (tensor * context),
         config=config,
         chunked_loss=given.get("loss") != "megatron",
-        **{name: given[name] for name in _CHANGES if name in given},
+        **{"sequences": given["gpus"] // (tensor * context)}
+        | {name: given[name] for name in _CHANGES if name in given},
     )
 
 

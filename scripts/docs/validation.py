@@ -33,8 +33,10 @@ _BOUNDS = {  # of the constants
     "traffic": (1.0, 16.0),
     "other_code": (0.3, 1.5),
     "working_set": (0.5, 4.0),
+    "experts_ms": (0.0, 10.0),
+    "host_update": (0.0, 1.0),
 }
-_SLOWING = ("contention", "traffic")  # of them, the more the slower
+_SLOWING = ("contention", "traffic", "experts_ms", "host_update")  # of them, the more the slower
 _SIZES = ("ranks", "ranks_per_node", "tokens", "heads", "kv_heads", "head_dim")
 
 type _Measured = Mapping[str, str]  # a row of a benchmark's table

@@ -25,6 +25,7 @@ from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _schedules, _sizes, search
+from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport import ports as ports_of_here
 from tests.transport.test_groups import torchrun_node
@@ -389,3 +390,86 @@ def test_a_model_with_a_pattern_is_planned(capsys: pytest.CaptureFixture[str]) -
     command = capsys.readouterr().out.splitlines()[-1]
     pattern = "M-M-M-M*-M-M-|M-M-M*-M-M-M-|M-M*-M-M-M-M-|M*-M-M-M-M-M-"
     assert f"--hybrid-layer-pattern '{pattern}'" in command
+
+
+def test_all_nics_of_a_node_carry_its_ring_of_gradients() -> None:
+    """Of 8 GPUs on 4 NICs of 22 GB/s 88 GB/s leave a node, of 8 on 8 of 45 what NVLink has."""
+    machine = CONFIGS.cluster("a800")
+    flags = FLAGS | CONFIGS.model("llama3_8b") | {"context-parallel-size": 32}
+    load = workload_of(flags, machine, 32)
+    free = replace(load, cluster=replace(machine, memory_rate=float("inf")))
+    own = load.model.parameters
+    moved = own * (load.gradient_bytes + 2) * 31 / 32
+    assert step.weights_seconds(free, 0.0) == pytest.approx(moved / 88e9)
+    halved = replace(free, tensor=4, context=8)
+    assert step.weights_seconds(halved, 0.0) == pytest.approx(moved * 28 / 31 / 4 / 22e9)
+    wide = replace(free, cluster=replace(free.cluster, gpus_per_nic=1, nic_rate=45e9))
+    assert step.weights_seconds(wide, 0.0) == pytest.approx(moved / 160e9)
+
+
+def experts_of(tensor: int, experts: int, dispatcher: str = "alltoall", **more: int) -> Workload:
+    given = {"context-parallel-size": 8 // tensor, "sequence-parallel": tensor > 1}
+    given |= {"tensor-model-parallel-size": tensor, "expert-model-parallel-size": experts}
+    given |= {"moe-token-dispatcher-type": dispatcher, "recompute-granularity": "selective"}
+    more = {name.replace("_", "-"): value for name, value in more.items()}
+    return workload_of(FLAGS | CONFIGS.model("qwen3_30b_a3b") | given | more, H100, 8)
+
+
+def test_ranks_of_an_expert_gather_what_comes_to_it() -> None:
+    """Of 8 numbers of a hidden state twice, to and fro: as often again for each further rank."""
+    whole = experts_of(2, 4, expert_tensor_parallel_size=1)
+    cut, hidden = experts_of(2, 4), whole.model.hidden
+    assert (cut.expert_tensor, whole.expert_tensor) == (2, 1)
+    assert (cut.expert_shards, whole.expert_shards) == (1, 2)
+    tokens = whole.local_tokens // 2  # of a tensor-parallel rank
+    more = memory.predict(cut).inputs - memory.predict(whole).inputs
+    assert more == pytest.approx(48 * tokens * 2 * 8 * hidden * 2, rel=1e-6)
+    experts = whole.model.expert_parameters / 4
+    apart = memory.predict(whole).weights - memory.predict(cut).weights
+    assert apart == pytest.approx(2 * experts / 2)
+    part = whole.model.parts["experts"]
+    sent = tokens * 2 * 8 * hidden * 2
+    times = [step._exchanged(load, "experts", part) for load in (whole, cut)]
+    assert times == pytest.approx([sent * 3 / 4 / 360e9, sent * (3 / 4 + 1) / 360e9])
+
+
+def test_a_dispatcher_without_all_to_alls_gathers_every_token() -> None:
+    plain = experts_of(2, 4)
+    every = experts_of(2, 4, "allgather")
+    unsaid = dict(FLAGS | CONFIGS.model("qwen3_30b_a3b"))
+    del unsaid["moe-token-dispatcher-type"]
+    assert workload_of(unsaid, H100, 8).gathers_tokens, "Megatron's default"
+    hidden = plain.local_tokens // 2 * plain.model.hidden * 2
+    part = plain.model.parts["experts"]
+    assert step._exchanged(every, "experts", part) == pytest.approx(2 * 7 * hidden / 360e9)
+    assert working_set(every) - working_set(plain) == pytest.approx(8 * hidden, rel=1e-6)
+    found = search(FLAGS | CONFIGS.model("qwen3_30b_a3b"), H100, 16, Wish([0], ("ep",)), 1)
+    assert "--moe-token-dispatcher-type alltoall" in found[0].command()
+
+
+def test_experts_wait_for_the_host_or_hide_behind_another_micro_batch() -> None:
+    slow = replace(H100, experts_seconds=1.0)
+    plain = replace(experts_of(1, 8), cluster=slow)
+    fast = replace(plain, cluster=replace(H100, experts_seconds=0.0))
+    assert step.layers_seconds(plain) - step.layers_seconds(fast) == pytest.approx(48 * 3)
+    hidden = experts_of(1, 8, overlap_moe_expert_parallel_comm=True)
+    hidden = replace(hidden, cluster=fast.cluster)
+    assert step.layers_seconds(hidden) < step.layers_seconds(fast)
+
+
+def test_a_host_updates_the_parameters_of_its_gpus() -> None:
+    given = FLAGS | CONFIGS.model("llama3_8b") | {"optimizer-cpu-offload": True}
+    for gpus in (4, 8, 16):
+        load = workload_of(given | {"context-parallel-size": gpus}, H100, gpus)
+        still = replace(load, cluster=replace(load.cluster, update_seconds=0.0))
+        more = step.predict(load).seconds - step.predict(still).seconds
+        of_host = load.model.parameters / max(1, gpus / 8)
+        assert more == pytest.approx(of_host * load.cluster.update_seconds, rel=1e-6)
+
+
+def test_heads_may_change_places_between_nodes_alone() -> None:
+    """With as many tensor-parallel ranks as a node has GPUs no message of theirs is within it."""
+    sizes = {"tensor_model_parallel_size": 8, "context_parallel_size": 8}
+    load = load_of("70b", 64, sequence_parallel=True, context_parallel_algo="ulysses", **sizes)
+    forward = timing.attention_passes(load)[0]
+    assert forward.between == forward.sent > 0

@@ -19,6 +19,7 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.search import Wish, search
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
@@ -335,6 +336,12 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
             "--run toy -- --hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2".split(),
             "3 parts of --hybrid-layer-pattern do not divide over --pipeline-model-parallel-size 2",
         ),
+        ("--run toy -- --contxt-parallel-size 2".split(), "the nearest is --context-parallel-size"),
+        ("--run toy -- --burst-segments 2".split(), "there is no flag --burst-segments any more"),
+        (
+            "--run toy -- --recompute-granularity selective --recompute-modules".split(),
+            "--recompute-modules names none",
+        ),
         ("--run toy -- --yaml-cfg x.yaml".split(), "--yaml-cfg is not read here"),
         (["--run", "toy", "--", "--fp16"], "--fp16 True cannot be predicted"),
         (
@@ -371,6 +378,35 @@ def test_what_cannot_be_ranked_is_said(
 def asked(text: str) -> dict[str, Any]:
     own, rest = split_at_dashes(text.split())
     return command._asked(CONFIGS, command._parser().parse_args(own), parsed(rest or []))[0]
+
+
+def test_what_a_run_says_can_be_taken_back() -> None:
+    words = "--model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --"
+    machine = CONFIGS.cluster("h100")
+
+    def load(more: str) -> Workload:
+        return workload_of(asked(f"{words} {more}"), machine, 8)
+
+    usual = load("--bf16")
+    assert usual.recompute and usual.chunked_loss and usual.gradient_bytes == 2
+    assert load("--accumulate-allreduce-grads-in-fp32").gradient_bytes == 4
+    assert not load("--lm-head-loss megatron").chunked_loss
+    assert not load("--no-recompute-granularity").recompute
+    selective = asked(f"{words} --recompute-granularity selective")
+    (way,) = rank({**selective, "context-parallel-size": 1}, machine, 1, [0, 1])[:1]
+    assert "--recompute-method" not in way.command(), "Megatron refuses it there"
+
+
+def test_a_search_leaves_alone_what_is_taken_back() -> None:
+    words = "--model llama3_8b --cluster h100 --gpus 8 --seq-length 1048576 --search --"
+    machine, wish = CONFIGS.cluster("h100"), Wish([0])
+    assert search(asked(f"{words} --bf16"), machine, 8, wish, 1)[0].load.offload_inputs
+    with pytest.raises(ValueError, match="nothing fits"):
+        search(asked(f"{words} --no-recompute-offload"), machine, 8, wish, 1)
+    short = words.replace("1048576", "16384")
+    off = "--no-optimizer-cpu-offload --no-use-megatron-fsdp --no-recompute-offload"
+    found = search(asked(f"{short} {off}"), machine, 8, wish, 20)
+    assert found and {each.savings for each in found} <= {"-", "MLP"}
 
 
 def test_examples_say_all_that_is_needed() -> None:

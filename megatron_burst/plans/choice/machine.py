@@ -61,7 +61,7 @@ class Machine:
 H100 = Machine(
     forward_rate=648e12,  # FlashAttention-3, figures 5 and 6, 16384 tokens
     backward_rate=561e12,
-    linear_rate=598.7406e12,  # fitted, configs/published.toml: share_linear
+    linear_rate=682.41e12,  # fitted, configs/published.toml: share_linear
     memory_rate=3350e9,  # HBM3 of the SXM5
     within_rate=360e9,  # NVLink, 0.8 of the data sheet
     nic_rate=45e9,  # 400 Gbit/s, 0.9 of it
@@ -78,13 +78,13 @@ H100 = Machine(
 """That of configs/clusters.toml, as the others."""
 _A100 = replace(
     H100,
-    forward_rate=236.184e12,  # fitted, configs/published.toml: share_forward, of 312
-    backward_rate=201.9264e12,
-    linear_rate=188.8848e12,
+    forward_rate=235.872e12,  # fitted, configs/published.toml: share_forward, of 312
+    backward_rate=199.368e12,
+    linear_rate=215.28e12,
     memory_rate=2039e9,
     within_rate=240e9,
     nic_rate=22e9,  # 200 Gbit/s
-    contention=0.3218,
+    contention=0.321,
 )
 MACHINES = {
     "A100": _A100,

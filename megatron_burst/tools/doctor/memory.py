@@ -2,13 +2,14 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 import torch
 
 from megatron_burst.tools.doctor.launch_line import Target
 from megatron_burst.tools.doctor.report import Finding, Level
 from megatron_burst.tools.flags import arguments, parsed
-from megatron_burst.tools.plan import memory
+from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import lacking
@@ -34,6 +35,7 @@ def findings(
         yield Finding("memory", Level.NOTE, f"its memory was not predicted: {reason}")
         return
     if not lacks:
+        yield from _slow_steps(args, load)
         return
     text = f"{_told(load, lacks)} on {machine.name}"
     if lacks == "host":
@@ -51,6 +53,16 @@ def findings(
             return
     remedy = "more GPUs, or a look at megatron-burst plan --ladder"
     yield Finding("memory", Level.WARNING, f"{text}, nor with all savings", remedy)
+
+
+def _slow_steps(args: Namespace, load: Workload) -> Iterator[Finding]:
+    """A first step that outlasts NCCL's patience ends as if a machine had failed."""
+    minutes, limit = step.predict(load).seconds / 60, args.distributed_timeout_minutes
+    if 2 * minutes > limit:
+        flag = "--distributed-timeout-minutes"
+        text = f"a step takes {minutes:.0f} minutes on {load.cluster.name}, the first one longer"
+        text += f": {flag} {limit} may end it"
+        yield Finding("timeout", Level.WARNING, text, f"{flag} {ceil(4 * minutes)}")
 
 
 def _told(load: Workload, lacks: str) -> str:

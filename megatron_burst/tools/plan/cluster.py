@@ -33,6 +33,8 @@ class Cluster(Machine):
     memory: float  # bytes of a GPU
     host_memory: float = float("inf")  # bytes of a host
     fp8_speedup: float = 1.0  # of matrix products
+    experts_seconds: float = 0.0  # of a layer of experts in a pass, beside products and bytes
+    update_seconds: float = 0.0  # in which a host's processors update a parameter
     host_rate: float = 25e9  # bytes/s between a GPU and the host's memory
     peak: float  # FLOP/s, for the MFU
     working_set: float = 1.0  # bytes of attention at work for each that is counted, of other code
@@ -71,6 +73,8 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         gpus_per_nic=max(1, counts["gpus_per_node"] // counts["nics_per_node"]),
         contention=constant("contention") if table.get("contended") else 0.0,
         copy_rate=float("inf"),
+        experts_seconds=1e-3 * constant("experts_ms"),
+        update_seconds=1e-9 * constant("host_update"),
         hop_seconds=HOP_SECONDS,
         peak=peak,
         grain=KEYS_A_CALL,

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_burst.tools import options, terminal
 from megatron_burst.tools.flags import Flags, as_asked, parsed, whole
 from megatron_burst.tools.plan import ladder, measure
+from megatron_burst.tools.plan.asked import checked
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.memory import usable, usable_host
@@ -162,6 +163,7 @@ def _asked(
     flags = dict(run.flags) if run else configs.flags_of(_USUAL)
     if given.model:  # in the place of the run's model, of which nothing may stay
         flags = configs.flags_of(given.run or _USUAL) | configs.model(given.model)
+    own = checked(configs, own)
     flags = as_asked(flags, own, gpt=given.gpt) | own
     if given.seq_length:
         flags["seq-length"] = given.seq_length

@@ -188,9 +188,10 @@ def reached(ring: Ring, schedule: Schedule, shape: Shape, *, backward: bool) -> 
 def reached_by_heads(ring: Ring) -> Machine:
     """Return the machine with the rate of the all-to-alls over heads within nodes."""
     machine = ring.machine
-    if not machine.nvlinks or ring.heads == 1:
+    peers = min(ring.heads, ring.local) - 1
+    if not machine.nvlinks or not peers:
         return machine
-    found, peers = made_for(ring, Channel.HEADS), min(ring.heads, ring.local) - 1
+    found = made_for(ring, Channel.HEADS)
     a_peer = int(found.channels_of(np.array(_share_of_heads(ring))))
     rate = min(found.channels, peers * a_peer) * machine.channel_rate
     return replace(machine, within_rate=min(machine.within_rate, rate))

@@ -6,7 +6,8 @@ from functools import lru_cache
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.communicators import uses
-from megatron_burst.tools.plan.states import gathered, states
+from megatron_burst.tools.plan.states import HOSTED_BYTES, gathered, states
+from megatron_burst.tools.plan.working_set import gathered as of_all_ranks
 from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Ring, Workload
 
@@ -116,6 +117,11 @@ def hosted_activations(load: Workload) -> float:
     return stored / load.pipeline
 
 
+def hosted_parameters(load: Workload) -> float:
+    """Return how many parameters a host's processors update."""
+    return states(load, load.pipeline - 1).hosted / HOSTED_BYTES * load.ranks_per_host
+
+
 def hosted_inputs(load: Workload) -> float:
     """Return a micro-batch's bytes on the host that are inputs of layers."""
     return _inputs(load) / load.pipeline if load.offload_inputs else 0.0
@@ -157,7 +163,7 @@ def _saved(load: Workload, name: str) -> float:
     model, part, modules = load.model, load.model.parts[name], load.selective
     # Without sequence parallelism every rank has all of what norms and sums see.
     around = (3 if name == "attention" else 2) * model.hidden
-    inside = part.saved - around
+    inside = part.saved - around + of_all_ranks(load, name)
     if name == "attention" and "core_attn" in modules:
         inside -= model.heads * model.value_head_dim
     if name == "mlp" and "mlp" in modules or name == "experts" and "moe" in modules:

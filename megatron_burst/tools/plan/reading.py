@@ -11,7 +11,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
-from megatron_burst.tools.flags import Flags, cut, whole, window_of
+from megatron_burst.tools.flags import Flags, cut, kept, whole, window_of
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
@@ -70,11 +70,14 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         model=model_of(given),
         cluster=cluster,
         gpus=gpus,
-        tensor=whole(given, "tensor-model-parallel-size"),
+        tensor=(tensor := whole(given, "tensor-model-parallel-size")),
         context=whole(given, "context-parallel-size"),
+        hides_experts=bool(given.get("overlap-moe-expert-parallel-comm")),
         pipeline=whole(given, "pipeline-model-parallel-size"),
         virtual=_virtual(given),
         expert=whole(given, "expert-model-parallel-size"),
+        expert_tensor=whole(given, "expert-tensor-parallel-size", tensor),
+        gathers_tokens=given.get("moe-token-dispatcher-type", "allgather") == "allgather",
         tokens=whole(given, "seq-length"),
         sequences=whole(given, "global-batch-size"),
         micro=whole(given, "micro-batch-size"),
@@ -111,7 +114,7 @@ def config_of[T: (BurstConfig, LmHeadConfig, MlpConfig)](config: type[T], given:
         ValueError: a flag's text means nothing.
     """
     known: type = config
-    values = {}
+    given, values = kept(given), {}
     for flag in _flags(known):
         if (name := flag.name.removeprefix("--")) in given:
             try:
@@ -229,7 +232,9 @@ def _parts_of_pattern(given: Flags, stages: int) -> int:
 
 def _modules(given: Flags) -> frozenset[str]:
     """What --recompute-modules names, Megatron's default if nothing."""
-    named = given.get("recompute-modules", ["core_attn"])
+    named = given.get("recompute-modules") or ["core_attn"]
+    if named is True:
+        raise ValueError("--recompute-modules names none")
     modules = frozenset([named] if isinstance(named, str) else named)
     if unknown := modules - set(_SELECTIVE):
         raise ValueError(
@@ -261,14 +266,9 @@ def _refuse(given: Flags) -> None:
         if given.get(name) and str(given[name]) not in _ALLOWED.get(name, ()):
             raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
     # Attention and the MLP are layers of their own in a HybridModel.
-    layers = 2 if "hybrid-layer-pattern" in given else 1
-    tensor = whole(given, "tensor-model-parallel-size")
-    for name, usual, reason in (
-        ("recompute-num-layers", layers, f"{layers} alone"),
-        ("expert-tensor-parallel-size", tensor, f"experts are cut as all else, over {tensor}"),
-    ):
-        if (value := whole(given, name, usual)) != usual:
-            raise ValueError(f"--{name} {value} cannot be predicted here: {reason}")
+    layers, name = 2 if "hybrid-layer-pattern" in given else 1, "recompute-num-layers"
+    if (value := whole(given, name, layers)) != layers:
+        raise ValueError(f"--{name} {value} cannot be predicted here: {layers} alone")
     for name, reason in _BESIDE_FSDP.items():
         if given.get("use-megatron-fsdp") and str(given.get(name, "1")) not in ("1", "False"):
             raise ValueError(f"--use-megatron-fsdp beside --{name} {given[name]}: {reason}")

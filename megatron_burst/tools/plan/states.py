@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megatron_burst.tools.plan.workload import Workload
 
 _MOMENT_BYTES = 8  # of a parameter: two in float32; beside weights of 16 bits also a float32 copy
-_HOSTED_BYTES = 16  # of a parameter whose optimizer is there: copy, moments, gradient, in float32
+HOSTED_BYTES = 16  # of a parameter whose optimizer is there: copy, moments, gradient, in float32
 # Megatron-FSDP gathers so many weights ahead, and lets gradients wait, whole, for twice as many.
 _AHEAD = 500_000_000
 
@@ -27,15 +27,15 @@ def states(load: Workload, stage: int) -> States:
     on the GPU, but for DeepSpeed, which shards weights and offloads them, too.
     """
     own, of_experts = _own(load, stage)
-    ranks = load.shards if load.zero3 else 1
-    weights, gradients = own * load.element_bytes // ranks, own * load.gradient_bytes // ranks
-    wide = _MOMENT_BYTES + (4 if load.element_bytes == 2 else 0)
-    spread = load.shards if load.sharded else 1
     # Experts' are spread over the ranks that have the same experts.
-    numbers = (own - of_experts) / spread + of_experts / max(1, spread // load.expert)
+    spread = own / load.shards + of_experts / load.expert_shards
+    own += of_experts
+    numbers, here = spread if load.sharded else own, spread if load.zero3 else own
+    weights, gradients = int(here * load.element_bytes), int(here * load.gradient_bytes)
+    wide = _MOMENT_BYTES + (4 if load.element_bytes == 2 else 0)
     hosted = load.offload * numbers
     gradients = 0 if load.zero3 and load.offload else gradients
-    return States(weights, gradients, int(wide * (numbers - hosted)), int(_HOSTED_BYTES * hosted))
+    return States(weights, gradients, int(wide * (numbers - hosted)), int(HOSTED_BYTES * hosted))
 
 
 def gathered(load: Workload) -> int:
@@ -46,9 +46,12 @@ def gathered(load: Workload) -> int:
     """
     if not load.zero3 or load.shards == 1:
         return 0
-    model, sizes = load.model, {name: p.parameters for name, p in load.model.parts.items()}
-    attention = sizes.pop("attention", 0)
-    layer = (attention + max(sizes.values(), default=0)) // load.tensor
+    model, experts = load.model, load.expert * load.expert_tensor
+    sizes = {
+        name: (part.parameters - part.of_experts) // load.tensor + part.of_experts // experts
+        for name, part in model.parts.items()
+    }
+    layer = sizes.pop("attention", 0) + max(sizes.values(), default=0)
     every = layer * max(model.layers, 1) // load.pipeline
     ahead = max(_AHEAD, layer)
     weights = min(every, layer + ceil(ahead / layer) * layer)
@@ -58,12 +61,12 @@ def gathered(load: Workload) -> int:
 
 
 def _own(load: Workload, stage: int) -> tuple[int, int]:
-    """The parameters that a rank of a stage has, and of them those of experts."""
+    """The parameters that a rank of a stage has, and beside them those of experts."""
     model, head = load.model, load.model.head_parameters
-    experts = model.expert_parameters // (load.pipeline * load.expert)
+    experts = model.expert_parameters // (load.pipeline * load.expert * load.expert_tensor)
     embeddings = model.parameters - sum(p.count * p.parameters for p in model.parts.values())
     layers = model.parameters - embeddings - model.expert_parameters
     ends = embeddings if load.pipeline == 1 else head
     if 0 < stage < load.pipeline - 1:
         ends = 0
-    return (layers // load.pipeline + ends + experts) // load.tensor, experts // load.tensor
+    return (layers // load.pipeline + ends) // load.tensor, experts

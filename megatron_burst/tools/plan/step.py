@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
 from megatron_burst.tools.model import Part
-from megatron_burst.tools.plan.memory import hosted_activations, hosted_inputs
+from megatron_burst.tools.plan.memory import hosted_activations, hosted_inputs, hosted_parameters
 from megatron_burst.tools.plan.timing import Pass, attention_passes, together
 from megatron_burst.tools.plan.workload import Workload
 
@@ -16,10 +16,10 @@ _MODULES = {"mlp": "mlp", "experts": "moe"}  # --recompute-modules by kinds of l
 
 
 class Copies(NamedTuple):
-    """Seconds of a step's copies to the host's memory and back."""
+    """Seconds of a step's copies to the host's memory and back, and of updates there."""
 
     seconds: float = 0.0
-    exposed: float = 0.0  # of them, those in which nothing is computed
+    exposed: float = 0.0  # in which no GPU computes
 
 
 class Prediction(NamedTuple):
@@ -63,7 +63,7 @@ def host_copies(load: Workload, stage: float, computed: float) -> Copies:
     What is saved leaves behind the forward, a quarter of a recomputed layer's time. Inputs come
     back beside the projections behind attention's backward, its results ahead of the rest of a
     layer. Megatron's optimizer waits for its gradients and is waited for; DeepSpeed's copies go
-    along with the backward.
+    along with the backward. The host's processors share out the updates of its GPUs.
     """
     rate = load.cluster.host_rate
     one_way, inputs = hosted_activations(load) / rate, hosted_inputs(load) / rate
@@ -71,8 +71,8 @@ def host_copies(load: Workload, stage: float, computed: float) -> Copies:
     exposed += max(0.0, inputs - min(stage * 3 / 4, _behind_attention(load)))
     states = load.offload * _own(load) / load.shards * (load.gradient_bytes + load.element_bytes)
     waited = max(0.0, states / rate - computed) if load.zero3 else states / rate
-    batches = load.micro_batches
-    return Copies(2 * one_way * batches + states / rate, exposed * batches + waited)
+    batches, updated = load.micro_batches, load.cluster.update_seconds * hosted_parameters(load)
+    return Copies(2 * one_way * batches + states / rate, exposed * batches + waited + updated)
 
 
 def _behind_attention(load: Workload) -> float:
@@ -101,11 +101,12 @@ def layers_seconds(load: Workload) -> float:
     """Return the seconds of a micro-batch in all layers, without attention's plans.
 
     Products, the numbers that are saved, written and read again in every pass, and messages, which
-    wait for each other.
+    wait for each other. Before the host launches a layer's experts, it waits to hear how many
+    tokens came to each.
     """
     machine, tokens = load.cluster, load.local_tokens / load.tensor
     rate = machine.linear_rate * (machine.fp8_speedup if load.fp8 else 1)
-    seconds = 0.0
+    seconds = waited = 0.0
     for name, part in load.model.parts.items():
         # In forwards, of which the backward counts for two.
         again = _MODULES.get(name) in load.selective or (name == "mlp" and load.mlp_chunks > 1)
@@ -115,35 +116,56 @@ def layers_seconds(load: Workload) -> float:
         products = part.forward_flops / filled / rate
         moved = 2 * part.saved * load.element_bytes / machine.memory_rate
         seconds += part.count * times * tokens * (products + moved)
-        seconds += part.count * (times - 1) * _exchanged(load, name, part)
-    return seconds + load.model.layers * _tensor_parallel(load)
+        each = part.count * (times - 1) * _exchanged(load, name, part)
+        if name == "experts":
+            waited = each + part.count * times * machine.experts_seconds
+        else:
+            seconds += each
+    # Experts take tokens as they are spread.
+    shared = sum(p.count for n, p in load.model.parts.items() if n not in ("experts", "mtp"))
+    seconds += shared * _tensor_parallel(load)
+    return max(seconds, waited) if load.hides_experts else seconds + waited
 
 
 def _filled(load: Workload, part: Part) -> float:
     """The share of the rows of experts' products that are tokens: each has whole tiles of rows."""
-    rows = load.local_tokens * load.expert * part.chosen / part.experts
+    ranks = load.expert * load.expert_tensor / load.tensor
+    rows = load.local_tokens * ranks * part.chosen / part.experts
     return rows / (math.ceil(rows / _BLOCK) * _BLOCK)
 
 
 def _exchanged(load: Workload, name: str, part: Part) -> float:
-    """Seconds of the all-to-alls of one layer in a pass: of experts, or of heads for tokens."""
-    machine, ranks = load.cluster, load.expert if name == "experts" else load.context
-    if ranks == 1 or not part.exchanged:
+    """Seconds of the all-to-alls of one layer in a pass: of experts, or of heads for tokens.
+
+    All ranks of an expert gather what came to each. Without all-to-alls the ranks of all experts
+    gather every token, and sums of their results are scattered.
+    """
+    if not part.exchanged:
         return 0.0
-    sent = load.local_tokens / load.tensor * part.exchanged * load.element_bytes
-    in_node = min(ranks, max(1, machine.gpus_per_node // load.tensor))
+    machine, ranks, beside = load.cluster, load.context, load.tensor
+    number = load.local_tokens / load.tensor * load.element_bytes
+    if name == "experts":
+        ranks, beside = load.expert, load.expert_tensor
+        if load.gathers_tokens:
+            moved = 2 * number * load.model.hidden * (ranks * beside - 1)
+            return moved / _ring_rate(load, ranks * beside, 1)
+    sent = number * part.exchanged
+    in_node = min(ranks, max(1, machine.gpus_per_node // beside))
     across = sent * (ranks - in_node) / ranks
     within = sent * (in_node - 1) / ranks / machine.within_rate
-    return max(within, across * machine.gpus_per_nic / machine.nic_rate)
+    seconds = max(within, across * machine.gpus_per_nic / machine.nic_rate)
+    if name == "experts":
+        seconds += (beside - 1) * sent / machine.within_rate
+    return seconds
 
 
 def _tensor_parallel(load: Workload) -> float:
-    """Gathers and scatters of activations in one layer, which wait for each other.
+    """Gathers and scatters of activations in attention or an MLP, which wait for each other.
 
-    Four forward, as many when it is recomputed, and six backward, of n·hidden·(T-1)/T each; without
-    sequence parallelism four sums of twice the bytes, and two for what is recomputed.
+    Two forward, as many when it is recomputed, and three backward, of n·hidden·(T-1)/T each;
+    without sequence parallelism two sums of twice the bytes, and one for what is recomputed.
     """
-    count = 4 + (4 if load.recompute else 0) + (6 if load.sequence_parallel else 4)
+    count = 2 + (2 if load.recompute else 0) + (3 if load.sequence_parallel else 2)
     size = load.local_tokens * load.model.hidden * load.element_bytes
     return count * size * (load.tensor - 1) / load.tensor / load.cluster.within_rate
 
@@ -160,21 +182,41 @@ def _handed_on(load: Workload) -> float:
 
 
 def weights_seconds(load: Workload, hidden_behind: float) -> float:
-    """Gradients and weights on the links as far as computing does not hide them; the optimizer."""
-    machine, ranks, own = load.cluster, load.shards, _own(load)
+    """Gradients and weights on the links as far as computing does not hide them; the optimizer.
+
+    Those of experts go around the ranks that have the same experts.
+    """
+    own = _own(load)
+    experts = load.model.expert_parameters / (load.expert * load.expert_tensor * load.pipeline)
+    moved = _around(load, own - experts, load.shards, load.tensor)
+    moved += _around(load, experts, load.expert_shards, load.expert * load.expert_tensor)
+    updated = (1 - load.offload) * own / (load.shards if load.sharded else 1)
+    return max(0.0, moved - hidden_behind) + _UPDATE_BYTES * updated / load.cluster.memory_rate
+
+
+def _around(load: Workload, parameters: float, ranks: int, apart: int) -> float:
+    """Seconds in which gradients and weights go around so many ranks, each `apart` from the next.
+
+    Gradients are scattered and weights gathered, or gradients scattered and gathered.
+    """
     if ranks == 1:
         return 0.0
     gathers = (3 if load.recompute else 2) if load.zero3 else 1
-    # Gradients are scattered and weights gathered; otherwise gradients are scattered and gathered.
     returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
-    moved = own * (load.gradient_bytes + returning) * (ranks - 1) / ranks
-    within = load.gpus <= machine.gpus_per_node
-    rate = machine.within_rate if within else machine.nic_rate / machine.gpus_per_nic
-    updated = (1 - load.offload) * own / (ranks if load.sharded else 1)
-    return max(0.0, moved / rate - hidden_behind) + _UPDATE_BYTES * updated / machine.memory_rate
+    moved = parameters * (load.gradient_bytes + returning) * (ranks - 1) / ranks
+    return moved / _ring_rate(load, ranks, apart)
+
+
+def _ring_rate(load: Workload, ranks: int, apart: int) -> float:
+    """Bytes/s of a ring: a node's ranks of it send on all NICs that are theirs."""
+    machine, in_node = load.cluster, max(1, load.cluster.gpus_per_node // apart)
+    if ranks <= in_node:
+        return machine.within_rate
+    return min(machine.within_rate, in_node * machine.nic_rate / machine.gpus_per_nic)
 
 
 def _own(load: Workload) -> float:
     """The parameters of a rank, as if stages had as many."""
     experts = load.model.expert_parameters
-    return (load.model.parameters - experts + experts / load.expert) / (load.tensor * load.pipeline)
+    dense = (load.model.parameters - experts) / load.tensor
+    return (dense + experts / (load.expert * load.expert_tensor)) / load.pipeline

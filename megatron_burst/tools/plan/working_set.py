@@ -39,13 +39,20 @@ def _inside_others(load: Workload) -> int:
     """Bytes inside the MLP, experts or recurrence that has most."""
     a_token, most = load.local_tokens * load.element_bytes, 0.0
     for name, part in load.model.parts.items():
-        inside = _TO_SAVED * (part.saved - 2 * load.model.hidden) * a_token
+        inside = _TO_SAVED * (part.saved - 2 * load.model.hidden + gathered(load, name)) * a_token
         if name == "attention":
             continue
+        if name == "experts" and load.gathers_tokens:
+            inside += load.expert * load.expert_tensor * load.model.hidden * a_token
         if name == "mlp" and load.mlp_chunks > 1:
             inside = inside / load.mlp_chunks + _SUM_BYTES * part.parameters
         most = max(most, inside)
     return int(most)
+
+
+def gathered(load: Workload, name: str) -> int:
+    """Numbers of a token that the ranks of one expert have beside their own, of what it takes."""
+    return (load.expert_tensor - 1) * load.model.parts[name].exchanged if name == "experts" else 0
 
 
 def _attention(load: Workload) -> int:

@@ -60,6 +60,9 @@ class Workload:
     pipeline: int = 1  # stages
     virtual: int = 1  # parts of a stage, interleaved
     expert: int = 1  # ranks that the experts are spread over
+    expert_tensor: int = 1  # ranks that share out each expert
+    gathers_tokens: bool = False  # experts' dispatcher: all tokens to all their ranks
+    hides_experts: bool = False  # messages of experts, behind another micro-batch's computing
     sequences: int = 1  # of a step, over all data-parallel ranks
     micro: int = 1  # sequences of a micro-batch
     causal: bool = True
@@ -111,10 +114,14 @@ class Workload:
     def _check_model(self) -> None:
         """Check that heads and experts divide over their ranks."""
         experts = max((part.experts for part in self.model.parts.values()), default=1)
+        ranks, those = self.shards * self.tensor, "data- x context-parallel ranks"
+        if self.tensor != self.expert_tensor:
+            those = f"ranks of a stage over {self.expert_tensor} of each expert"
         for kind, size, what, count in (
             ("tensor", self.tensor, "attention heads", self.model.heads),
             ("expert", self.expert, "experts", experts),
-            ("expert", self.expert, "data- x context-parallel ranks", self.shards),
+            ("expert-tensor", self.expert_tensor, "ranks of a stage", ranks),
+            ("expert", self.expert, those, ranks // self.expert_tensor),
         ):
             if count % size:
                 text = f"{count} {what} do not divide over {size}; {_of(count)}"
@@ -134,6 +141,11 @@ class Workload:
     def shards(self) -> int:
         """Over how many ranks the optimizer's states of a parameter are spread."""
         return self.data * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """How many ranks have the same part of the same experts."""
+        return self.shards * self.tensor // (self.expert * self.expert_tensor)
 
     @property
     def local_tokens(self) -> int:

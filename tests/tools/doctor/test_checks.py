@@ -12,8 +12,9 @@ from megatron_burst.tools import hardware
 from megatron_burst.tools.doctor import checks, memory
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target
 from megatron_burst.tools.doctor.parsing import Parsed
-from megatron_burst.tools.doctor.report import Level
-from megatron_burst.tools.flags import DOCUMENTS
+from megatron_burst.tools.doctor.report import Finding, Level
+from megatron_burst.tools.flags import DOCUMENTS, arguments
+from megatron_burst.tools.plan.configs import Configs
 
 megatron_arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
@@ -141,6 +142,7 @@ def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
     assert len(set(rows)) == len(rows) and set(rows) == names
     others = {
         "memory",
+        "timeout",
         "not-attached",
         "lost-spec",
         "no-end-tokens",
@@ -153,3 +155,20 @@ def test_variables_that_harm() -> None:
     assert [f.check for f in checks.variable_findings(bad)] == ["slow-links", "stalls-unseen"]
     assert not [*checks.variable_findings({"NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "INFO"})]
     assert list(hardware.settings(bad)) == ["NCCL_P2P_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+
+
+def test_a_first_step_that_outlasts_the_time_limit() -> None:
+    """128 sequences of 128k tokens, of which each takes 5 seconds of 64 H100."""
+    configs = Configs.read()
+    flags = configs.flags_of("_long") | configs.model("70b") | {"seq-length": 131072}
+    flags |= {"tensor-model-parallel-size": 8, "sequence-parallel": True}
+    flags |= {"context-parallel-size": 8, "global-batch-size": 128}
+    target = Target(8, 8, (9, 0))
+
+    def found(minutes: int) -> list[Finding]:
+        args = argparse.Namespace(micro_batch_size=1, distributed_timeout_minutes=minutes)
+        return [*memory.findings(args, arguments(flags), target, "h100")]
+
+    (one,) = found(10)
+    assert one.check == "timeout" and one.remedy.startswith("--distributed-timeout-minutes")
+    assert not found(int(one.remedy.split()[1]))
