@@ -35,8 +35,8 @@ def choose_degree(
 
     If it is not given, it is for burst the fastest by the clock of those that divide the query
     heads, with copies of kv heads where these are fewer: the ranks of part of a node, of a node, or
-    of several whole ones, up to all; 1 where there is no memory for another. Of times that the
-    machine calls alike the largest is taken. The mask is causal and dense.
+    of several whole ones, up to all; 1 where there is no memory for another. The mask is causal
+    and dense.
 
     The shape is of a rank's tensors before any all-to-all, or says why none is known for all
     layers; the memory limit, in bytes, is that of `choose`.
@@ -60,7 +60,7 @@ def choose_degree(
         timed = _Timed(config, nodes, shape, size, memory_limit, machine)
         if not found or timed.at_least < _WORTH * min(found.values()):
             found[size] = timed.seconds
-    best = next(size for size in found if found[size] <= machine.alike * min(found.values()))
+    best = min(found, key=found.__getitem__)
     others = ", ".join(f"{1e3 * found[size]:.3g} ms with {size}" for size in found)
     return best, f"reckoned for a layer's attention: {others}; more with others"
 
@@ -126,7 +126,8 @@ class _Timed:
         links = Links.of(of_rings, self._shape, self._machine, self._beside)
         given = self._config, tiling, grid, self._shape, of_rings
         choice = choose(*given, memory_limit=self._limit, links=links)
-        return self._with_exchanges([each[:2] for each in choice.times(links)])
+        slower = self._machine.ring_slowness if len(of_rings) > 1 else 1.0
+        return slower * self._with_exchanges([each[:2] for each in choice.times(links)])
 
     def _with_exchanges(self, of_rings: Sequence[tuple[float, float]]) -> float:
         """Return the seconds of passes, of which device and host are given without all-to-alls."""

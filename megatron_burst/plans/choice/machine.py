@@ -38,7 +38,7 @@ class Machine:
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
     head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
     traffic: float = 1.0  # bytes moved to add results for each that is read and written once
-    alike: float = 1.0  # times so near are taken for equal, of which fewest hops are the surest
+    ring_slowness: float = 1.0  # of what has rings, over the clock's time: where less is hidden
 
     def attention_rate(self, head_dim: float, *, backward: bool) -> float:
         """Return the FLOP/s of attention kernels with heads of a size."""
@@ -98,17 +98,16 @@ CPU = Machine(
     forward_rate=22.4e9,
     backward_rate=22.4e9,
     linear_rate=22.4e9,
-    memory_rate=0.8e9,
+    memory_rate=1.6e9,
     within_rate=1.74e9,
     nic_rate=1.25e9,
     gpus_per_nic=1,
-    contention=0.2,
-    copy_rate=0.24e9,
+    contention=0.0,
+    copy_rate=0.34e9,
     step_seconds=2e-3,
-    alike=1.05,
+    ring_slowness=1.15,
 )
-"""A rank with a share of a core over gloo: its copies, sums and steps by the processors' seconds that
-four ranks spend on a ring, a mesh, a hybrid and Ulysses, to 6 %; contention by the rings of
-scripts/bench/results/cpu_two_nodes.csv, to 8 %, where Ulysses is made 12 % too slow."""
+"""A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv, where
+rings, beside Ulysses, take 8 to 15 % longer than by the clock: cores and gloo hide less."""
 CPU_KERNEL_RATE = 31e9
 """FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""
