@@ -105,9 +105,9 @@ CPU = Machine(
     contention=0.0,
     copy_rate=0.34e9,
     step_seconds=2e-3,
-    ring_slowness=1.15,
+    ring_slowness=1.2,
 )
 """A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv, where
-rings, beside Ulysses, take 8 to 15 % longer than by the clock: cores and gloo hide less."""
+rings, beside Ulysses, take 8 to 30 % longer than by the clock: cores and gloo hide less."""
 CPU_KERNEL_RATE = 31e9
 """FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""
