@@ -257,10 +257,11 @@ def table(found: Sequence[Row]) -> str:
         cell = f"{1e3 * row['median_s']:.1f} ({row['ratio']:.2f}), "
         cell += f"{row['payload_bytes'] / harness.MIB:.2f}, {1 - row['kernels_share']:.0%}"
         lines[name][column] = cell
-    if "burst auto" in lines:
-        for column, of in times.items():
-            best = min(of[name] for name in RINGS if name in of)
-            lines["burst auto / best ring"][column] = f"{of['burst auto'] / best:.2f}"
+    others = [name for name in lines if name != DEFAULT]
+    for name, among, of_what in (("burst auto", RINGS, "ring"), (DEFAULT, others, "other")):
+        for column, of in times.items() if name in lines else ():
+            best = min(of[one] for one in among if one in of)
+            lines[f"{name} / best {of_what}"][column] = f"{of[name] / best:.2f}"
     return harness.table(["algorithm", *times], ([n, *line.values()] for n, line in lines.items()))
 
 

@@ -13,7 +13,7 @@ from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.degree import choose_degree
 from megatron_burst.plans.choice.head_parallel import head_groups
-from megatron_burst.plans.choice.machine import H100
+from megatron_burst.plans.choice.machine import CPU, H100
 from megatron_burst.plans.choice.timing import exchange
 from tests.attention.cases import logged
 from tests.workers import Team, WorkerPool
@@ -57,6 +57,18 @@ def test_slow_links_between_nodes_keep_it_within_them() -> None:
     of_devices = replace(H100, hop_seconds=(0.0, 0.0))
     assert choose_degree(AUTO, nodes, shape, machine=of_devices)[0] == 32
     assert choose_degree(AUTO, nodes, shape, machine=replace(H100, nic_rate=2.8e9))[0] == 4
+
+
+def test_cpus_count_what_rings_hide_less_than_the_clock_says() -> None:
+    """On four nodes of two ranks a hybrid took 1.11 times as long as Ulysses, not 0.96."""
+    shape, nodes = Shape(512, 8, 8, 64, 64, 4, 4, sends_raw=True), [n // 2 for n in range(8)]
+    found = list[int]()
+    for slowness, kv_heads in ((1.0, 8), (CPU.ring_slowness, 8), (CPU.ring_slowness, 2)):
+        machine = replace(CPU.at_pace(1.1), nic_rate=48e6, ring_slowness=slowness)
+        found.append(
+            choose_degree(AUTO, nodes, replace(shape, kv_heads=kv_heads), machine=machine)[0]
+        )
+    assert found == [2, 8, 2]
 
 
 def test_a_host_that_is_slower_than_its_gpu_has_few_hops_and_few_peers() -> None:

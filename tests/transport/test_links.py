@@ -27,7 +27,7 @@ def slow_here(team: Team) -> tuple[float | None, float | None, Machine]:
     rates = rate_between(team.group, "aab"), rate_between(team.group, "aaa")
     assert machine_here(1e9) == machine_here(), "loopback is no network: plans are a GPU's"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links.time, "perf_counter", itertools.count().__next__)
+        patch.setattr(links.time, "thread_time", itertools.count().__next__)
         patch.setattr(links.os, "cpu_count", lambda: 4)
         patch.setenv("LOCAL_WORLD_SIZE", "16")
         return *rates, machine_here(25e6)

@@ -38,6 +38,7 @@ class Machine:
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
     head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
     traffic: float = 1.0  # bytes moved to add results for each that is read and written once
+    ring_slowness: float = 1.0  # of what has rings, over the clock's time: where less is hidden
 
     def attention_rate(self, head_dim: float, *, backward: bool) -> float:
         """Return the FLOP/s of attention kernels with heads of a size."""
@@ -104,7 +105,9 @@ CPU = Machine(
     contention=0.0,
     copy_rate=0.34e9,
     step_seconds=2e-3,
+    ring_slowness=1.2,
 )
-"""A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv."""
+"""A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv, where
+rings, beside Ulysses, take 8 to 30 % longer than by the clock: cores and gloo hide less."""
 CPU_KERNEL_RATE = 31e9
 """FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""
