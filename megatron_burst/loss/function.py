@@ -112,7 +112,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
     # float16 has too little room below 1 without a loss scale, which the backward brings.
     keeps = call.weights is not None and weight.dtype != torch.float16 and targets.numel() > 0
     keeps &= torch.is_grad_enabled() and (hidden.requires_grad or sums is not None)
-    keeps &= call.keeper.is_free and not _is_captured(weight)
+    keeps = keeps and not _is_captured(weight) and call.keeper.takes()
     sizes = Sizes(
         tokens=targets.numel(),
         vocabulary=weight.shape[0],

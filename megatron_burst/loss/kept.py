@@ -13,6 +13,7 @@ from megatron_burst.loss.products import WeightSum
 logger = logging.getLogger(__name__)
 
 _ROUNDINGS = 4  # between the weights given and those that came, of one token
+_PATIENCE = 3  # forwards that a kept one may outlast
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -22,6 +23,11 @@ class Kept:
     weights: Tensor  # [parts, tokens of a part]; 0 where no loss counts
     d_hidden: Tensor | None  # [tokens of a part, d]
     d_weight: Tensor | None  # [rows, d] in the dtype of sums
+    is_given_up: bool = False
+
+    def give_up(self) -> None:
+        """Free the gradients; the backward makes its own."""
+        self.d_hidden, self.d_weight, self.is_given_up = None, None, True
 
     def factor(self, grad: Tensor) -> float | None:
         """Return `grad / weights` [parts, tokens of a part] where that is one number, else None.
@@ -51,26 +57,45 @@ class Kept:
 
 
 class Keeper:
-    """Lets the calls of one model keep gradients of one forward at a time, while they hold."""
+    """Lets the calls of one model keep gradients of one forward at a time, while they hold.
+
+    By what was called alone, never by what is freed when: ranks that share the vocabulary have to
+    keep in the same calls.
+    """
 
     def __init__(self) -> None:
-        self._kept: weakref.ref[Kept] | None = None
+        self._kept: weakref.ref[Kept] | None = None  # None: its backward came
+        self._passed = 0  # forwards since
         self._wrong = 0  # in a row
 
-    @property
-    def is_free(self) -> bool:
-        """Whether a forward may keep its gradients."""
-        return (self._kept is None or self._kept() is None) and self._wrong < 3
+    def takes(self) -> bool:
+        """Whether the forward that begins may keep its gradients.
+
+        One whose backward has not come for a few forwards has lost them: perhaps none will.
+        """
+        if self._wrong >= 3:
+            return False
+        if self._kept is not None and self._passed < _PATIENCE:
+            self._passed += 1
+            return False
+        if self._kept is not None and (kept := self._kept()) is not None:
+            kept.give_up()
+        self._kept = None
+        return True
 
     def keep(self, kept: Kept) -> None:
-        """Be taken while it exists."""
-        self._kept = weakref.ref(kept)
+        """Be taken until its backward."""
+        self._kept, self._passed = weakref.ref(kept), 0
 
-    def found(self, *, right: bool) -> None:
-        """Note whether the gradients held; after three that did not no more are kept."""
-        self._wrong = 0 if right else self._wrong + 1
+    def factor(self, kept: Kept, grad: Tensor) -> float | None:
+        """Return `kept.factor(grad)` at its backward; after three without one no more are kept."""
+        if kept.is_given_up:
+            return None
+        self._kept, factor = None, kept.factor(grad)
+        self._wrong = 0 if factor is not None else self._wrong + 1
         if self._wrong == 3:
             logger.warning(
                 "the losses' gradients are no multiple of the loss mask: from now on logits are "
                 "made twice, forward and backward"
             )
+        return factor

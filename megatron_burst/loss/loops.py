@@ -176,8 +176,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad, sums = grad.reshape(lse.shape), head.call.weight_sum(weight) if wants_weight else None
         if (kept := ctx.kept) is not None:
             ctx.kept, ignored = None, targets.reshape(lse.shape) == head.call.ignore_index
-            factor = kept.factor(grad.masked_fill(ignored, 0.0))
-            head.call.keeper.found(right=factor is not None)
+            factor = head.call.keeper.factor(kept, grad.masked_fill(ignored, 0.0))
             if factor is not None:
                 dh, dw = kept.times(factor, sums)
                 return None if dh is None else dh.view(hidden.shape), dw, None, None

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_burst.config import BurstConfig, Topology
+from megatron_burst.config import BurstConfig, LayoutName, Topology
 from megatron_burst.plans.choice import planning, timing
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.machine import H100
@@ -18,7 +18,7 @@ from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, choose_grid, flat_grid
-from megatron_burst.plans.visibility.layout import segmented_zigzag, striped, zigzag
+from megatron_burst.plans.visibility.layout import contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.flops import attention_flops
 from tests.plans.simulator import payload
@@ -102,6 +102,18 @@ def test_more_ranks_than_are_timed_take_what_is_nearly_the_fastest(
     assert taken.forward[0].time is None, "not timed"
     for found, best in zip(taken.times(links), timed.times(links), strict=True):
         assert found.seconds <= 1.05 * best.seconds  # 1.003 of 1024 as of 256
+
+
+def test_more_ranks_than_are_timed_may_have_an_odd_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, shape = [n // 2 for n in range(8)], Shape(5, 4, 4, 16, 16, 2, 4)
+    links = timing.Links.of(nodes, shape, H100, 1)
+    grid, _ = choose_grid(Topology.DOUBLE, nodes)
+    tiling = Tiling(contiguous(8 * 5, 8), Mask.causal())
+    monkeypatch.setattr(planning, "TIMED", 4)
+    config = BurstConfig(layout=LayoutName.CONTIGUOUS)
+    assert planning.choose(config, tiling, grid, shape, nodes, links=links).forward
 
 
 def by_events(plans: list[Plan], links: timing.Links, backward: bool) -> tuple[float, ...]:

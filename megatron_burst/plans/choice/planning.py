@@ -149,7 +149,8 @@ def _of_fewer(
     if tiling.mask.is_sparse or any(len(row) != on_a_node for row in rows) or on_a_node > TIMED:
         return None
     fewer = [row for row in range(TIMED // on_a_node) for _ in range(on_a_node)]
-    layout = zigzag(tiling.local_tokens * len(fewer), len(fewer))
+    local_tokens = tiling.local_tokens + tiling.local_tokens % 2  # other layouts' may be odd
+    layout = zigzag(local_tokens * len(fewer), len(fewer))
     mask = replace(tiling.mask, query_stop=None)
     grid, _ = choose_grid(config.shape_of_rings, fewer)
     links = Links.of(fewer, shape, links.machine, links.beside)
