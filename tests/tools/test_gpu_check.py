@@ -124,7 +124,7 @@ def early_write(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, number)
         for message in (m for batch in self._steps[number].batches for m in batch.messages):
             if isinstance(message.transfer, Send):
-                message.of(self._own).add_(1)
+                message.bytes(self._own, self._memory).add_(1)
 
     return post
 

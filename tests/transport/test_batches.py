@@ -97,3 +97,34 @@ def test_an_all_to_all_over_the_heads(batches: list[Operations]) -> None:
     carry_out(exchange_plan(9, RANKS))
     assert sum(map(len, batches)) == 2 * (RANKS - 1)
     assert max(map(len, batches)) <= NCCL_BEARS
+
+
+@pytest.mark.usefixtures("batches")
+def test_messages_follow_their_memory_where_it_lies_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU they are aliases, which are kept for as long as it lies where it lay."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    received: list[torch.Tensor] = []
+
+    def post(_: dist.ProcessGroup, calls: Any) -> list[Any]:
+        received.extend(t for call, (t,), _ in calls if call.__name__ == "recv")
+        return []
+
+    monkeypatch.setattr(comm, "post_together", post)
+    world = dist.group.WORLD
+    assert world is not None
+    communicator = Communicator(range(RANKS), dict.fromkeys(Channel, world), 60.0)
+    block = tuple(torch.zeros(1, LOCAL, 64, 64) for _ in range(2))
+    plan = Ring(Tiling(zigzag(LOCAL * RANKS, RANKS), Mask.causal()), NODES).forward(9)
+    lowered = communicator.lower("forward", plan, lambda _: forms_of(block))
+    places, between = set(), []
+    for _ in range(3):
+        with communicator.transfers(lowered, dict.fromkeys(Kind, block), CPU) as transfers:
+            received.clear()
+            transfers.post(0)
+            (_, landed), *_ = transfers.land(0)
+            assert received[0].data_ptr() == landed[0].data_ptr()
+            places.add(landed[0].data_ptr())
+        between.append(torch.empty(lowered.size, dtype=torch.uint8))  # where it lay
+    assert len(places) > 1, "it did lie elsewhere"

@@ -51,11 +51,9 @@ def check(device: Device) -> Iterator[Check]:
 
 
 def _peaks(device: Device, rank: OneRank) -> list[int]:
-    """Return those of a forward and of a backward, each with the memory of its own messages."""
-    rank.result, messages = None, rank.call.communicator.memory
-    messages.give_back()
+    """Return those of a forward and of a backward."""
+    rank.result = None
     forward = device.peak(rank.forward, rank.tensors)
-    messages.give_back()
     return [forward, device.peak(rank.backward, (*rank.tensors, *(rank.result or ())))]
 
 
