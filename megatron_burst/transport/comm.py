@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Send
 from megatron_burst.transport.agreement import Agreement
-from megatron_burst.transport.backend import is_by_gloo, nccl_limit
+from megatron_burst.transport.backend import backend_of, is_by_gloo, nccl_limit
 from megatron_burst.transport.errors import CommunicationError
 from megatron_burst.transport.lowered import Batch, Block, Form, Lowered, LoweredStep, Transfer
 from megatron_burst.transport.memory import MessageMemory, message_of
@@ -217,7 +217,7 @@ class Communicator:
 def post_together(group: dist.ProcessGroup, calls: Sequence[_Call]) -> list[dist.Work]:
     """Send and receive, on NCCL in one of its groups, as `dist.batch_isend_irecv` does."""
     device = calls[0][1][0].device
-    if not group._get_backend(device).supports_coalescing:
+    if not backend_of(group, device).supports_coalescing:
         return [call(tensors, peer, 0) for call, tensors, peer in calls]
     group._start_coalescing(device)
     for call, tensors, peer in calls:
