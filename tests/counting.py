@@ -72,8 +72,8 @@ class Counting(LiveBytes):
             for made_by, size in self._made.values():
                 self.most[made_by] += size
 
-    def _forget(self, key: int, size: int) -> None:
-        super()._forget(key, size)
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
         self._made.pop(key, None)
 
 

@@ -77,16 +77,16 @@ class Recorder(Communicator):
         self.batches: list[Batch] = []
         self.held: list[Any] = []
 
-    def start(self, batch: Messages, own: Any) -> Any:
-        self.batches.append([_posted(message, own) for message in batch.messages])
-        self.held += (m.bytes.untyped_storage() for m in batch.messages if m.bytes is not None)
-        return super().start(batch, own)
+    def start(self, batch: Messages, own: Any, memory: Tensor) -> Any:
+        self.batches.append([_posted(m, m.bytes(own, memory)) for m in batch.messages])
+        self.held += (m.bytes(own, memory).untyped_storage() for m in batch.messages if m.place)
+        return super().start(batch, own, memory)
 
 
-def _posted(message: Message, own: Any) -> Posted:
+def _posted(message: Message, sent: Tensor) -> Posted:
     transfer = message.transfer
     ends = isinstance(transfer, Send), transfer.peer, transfer.item, transfer.channel
-    return Posted(*ends, message.of(own).nbytes)
+    return Posted(*ends, sent.nbytes)
 
 
 class Pass(NamedTuple):

@@ -102,8 +102,7 @@ def ring_attention(
     15.6 (query); on a double ring 9.1, and 31 or 25.7; of what goes straight under windows and
     documents up to 17.1, and 31.5 or 24.3, within `--burst-memory-mb`. With the heads in two chunks
     (`--burst-head-chunks`, on GPUs the default of long shards) those of rings are 5.6, 12.3, 10.8;
-    6.6, 19.5 and 15.9, and with four 3.3, 7.7, 6.9; 3.8, 11.3 and 9.5. Of it the context keeps the
-    memory of messages for the next call: see `free_messages`.
+    6.6, 19.5 and 15.9, and with four 3.3, 7.7, 6.9; 3.8, 11.3 and 9.5.
     A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together. Under torch.autocast
     all is cast to its dtype, as for the products above.

@@ -125,13 +125,6 @@ class BurstContext:
         """Payload bytes that this rank has sent so far."""
         return self.communicator.bytes_sent
 
-    def free_messages(self) -> int:
-        """Free the memory that is kept for messages; return its bytes. The next call takes it anew.
-
-        For a while without attention; not between layers.
-        """
-        return self.communicator.memory.give_back()
-
     def layout(self, tokens: int) -> Layout:
         """Return which tokens of a sequence each rank holds.
 

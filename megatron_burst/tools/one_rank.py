@@ -57,7 +57,7 @@ class Silence(Communicator):
     def __init__(self, ranks: int) -> None:
         super().__init__(range(ranks), {}, timeout_seconds=1.0)
 
-    def start(self, batch: Batch, own: Mapping[Kind, Tensor]) -> Posted:
+    def start(self, batch: Batch, own: Mapping[Kind, Tensor], memory: Tensor) -> Posted:
         """Return nothing to wait for."""
         return Posted(batch, (), (), None)
 

@@ -24,8 +24,16 @@ def nccl_of(group: dist.ProcessGroup | None) -> Any:
     """Return torch's backend of the NCCL that a group has for GPUs; None if it has none."""
     if group is None or backends(group).get("cuda") != dist.Backend.NCCL:
         return None
-    found = group._get_backend(torch.device("cuda"))
-    return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return backend_of(group, torch.device("cuda"))
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return torch's backend of a device, out of what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in.
+
+    Not every torch lets what it is wrapped in say whether operations can be posted together.
+    """
+    found = group._get_backend(device)
+    return getattr(found, "wrapped_pg", found)
 
 
 def nccl_limit(group: dist.ProcessGroup | None, usual: float) -> Limit:

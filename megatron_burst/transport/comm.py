@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Send
 from megatron_burst.transport.agreement import Agreement
-from megatron_burst.transport.backend import is_by_gloo, nccl_limit
+from megatron_burst.transport.backend import backend_of, is_by_gloo, nccl_limit
 from megatron_burst.transport.errors import CommunicationError
 from megatron_burst.transport.lowered import Batch, Block, Form, Lowered, LoweredStep, Transfer
 from megatron_burst.transport.memory import MessageMemory, message_of
@@ -35,8 +35,9 @@ type _Call = tuple[Callable[..., dist.Work], list[Tensor], int]  # send or recei
 
 
 class _Ready(NamedTuple):
-    """A batch as torch takes it."""
+    """A batch as torch takes it, in a pass that has this memory."""
 
+    memory: Tensor
     group: dist.ProcessGroup
     calls: Sequence[_Call]
     arriving: Sequence[tuple[Tensor, Tensor]]  # where it is to be, and the wire, if that is another
@@ -137,9 +138,8 @@ class Communicator:
     ) -> Iterator["Transfers"]:
         """Lend a pass, which has these own blocks, the memory for its messages."""
         in_place = {kind: message_of(own[kind]) for kind in lowered.sent_in_place}
-        says = bool(self._channels) and self._rank == self._ranks[0]
-        with self.memory.lent(lowered, device, says) as steps:
-            yield Transfers(self, lowered.name, steps, in_place)
+        with self.memory.lent(lowered, device) as (steps, memory):
+            yield Transfers(self, lowered.name, steps, in_place, memory)
 
     def name_of(self, transfer: Transfer) -> str:
         """Return what a message does, in words."""
@@ -151,12 +151,14 @@ class Communicator:
         """Return the memory that the transport uses for a message: gloo reaches only the host's."""
         return pinned_like(tensor) if tensor.is_cuda and self._by_gloo["cuda"] else tensor
 
-    def start(self, batch: Batch, own: Mapping[Kind, Tensor]) -> Posted:
+    def start(self, batch: Batch, own: Mapping[Kind, Tensor], memory: Tensor) -> Posted:
         """Post messages, receives first; `own` are the bytes of what is sent from where it is.
 
         NCCL may hang with more than 256 operations in a group; no plan has more in a batch.
         """
-        ready = batch.ready or self._ready(batch, own)
+        ready = batch.ready
+        if ready is None or ready.memory is not memory:
+            ready = self._ready(batch, own, memory)
         self.bytes_by_channel[batch.channel] += batch.bytes_sent
         try:
             works = post_together(ready.group, ready.calls)
@@ -184,11 +186,11 @@ class Communicator:
         for tensor, wire in arriving:
             tensor.copy_(wire)
 
-    def _ready(self, batch: Batch, own: Mapping[Kind, Tensor]) -> _Ready:
+    def _ready(self, batch: Batch, own: Mapping[Kind, Tensor], memory: Tensor) -> _Ready:
         group, arriving = self._channels[batch.channel], []
         calls: list[_Call] = []
         for message in batch.messages:
-            wire = self.wire(tensor := message.of(own))
+            wire = self.wire(tensor := message.bytes(own, memory))
             peer = dist.get_group_rank(group, self._ranks[message.transfer.peer])
             sends = isinstance(message.transfer, Send)
             if wire is not tensor and sends:
@@ -196,8 +198,8 @@ class Communicator:
             elif wire is not tensor:
                 arriving.append((tensor, wire))
             calls.append((group.send if sends else group.recv, [wire], peer))
-        ready = _Ready(group, calls, arriving, self.is_by_gloo(tensor.device))
-        if wire is tensor and all(message.bytes is not None for message in batch.messages):
+        ready = _Ready(memory, group, calls, arriving, self.is_by_gloo(tensor.device))
+        if wire is tensor and all(message.place for message in batch.messages):
             batch.ready = ready
         return ready
 
@@ -217,7 +219,7 @@ class Communicator:
 def post_together(group: dist.ProcessGroup, calls: Sequence[_Call]) -> list[dist.Work]:
     """Send and receive, on NCCL in one of its groups, as `dist.batch_isend_irecv` does."""
     device = calls[0][1][0].device
-    if not group._get_backend(device).supports_coalescing:
+    if not backend_of(group, device).supports_coalescing:
         return [call(tensors, peer, 0) for call, tensors, peer in calls]
     group._start_coalescing(device)
     for call, tensors, peer in calls:
@@ -234,8 +236,10 @@ class Transfers:
         name: str,  # for profiles
         steps: Sequence[LoweredStep],
         own: Mapping[Kind, Tensor],  # the bytes of what is sent from where it is
+        memory: Tensor,  # of all other messages
     ) -> None:
-        self._communicator, self._name, self._steps, self._own = communicator, name, steps, own
+        self._communicator, self._name, self._steps = communicator, name, steps
+        self._own, self._memory = own, memory
         self._pending: dict[int, list[Posted]] = defaultdict(list)  # by the step that waits
 
     def writes(self, number: int) -> Sequence[tuple[Item, Block]]:
@@ -249,7 +253,7 @@ class Transfers:
         """
         for batch in self._steps[number].batches:
             with span(self._name, number, "post", batch):
-                posted = self._communicator.start(batch, self._own)
+                posted = self._communicator.start(batch, self._own, self._memory)
             self._pending[batch.lands].append(posted)
 
     @property

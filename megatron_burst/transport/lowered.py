@@ -53,10 +53,6 @@ class Place:
         """Where each tensor begins, in bytes."""
         return [start for start, *_ in self._tensors]
 
-    def bytes_in(self, memory: Tensor) -> Tensor:
-        """View all of it, uint8."""
-        return memory[self.begin : self.end]
-
     def tensors_in(self, memory: Tensor) -> Block:
         """View the tensors."""
         return tuple(
@@ -66,14 +62,16 @@ class Place:
 
 
 class Message(NamedTuple):
-    """An item on its way, as bytes; None: those of a rank's own block, which every call has."""
+    """An item on its way; its place is None if it is a rank's own block, which every call has."""
 
     transfer: Transfer
-    bytes: Tensor | None
+    place: Place | None
 
-    def of(self, own: Mapping[Kind, Tensor]) -> Tensor:
-        """Return its bytes in a call that has these own blocks."""
-        return own[self.transfer.item.kind] if self.bytes is None else self.bytes
+    def bytes(self, own: Mapping[Kind, Tensor], memory: Tensor) -> Tensor:
+        """Return its bytes in a pass that has these own blocks and this memory."""
+        if self.place is None:
+            return own[self.transfer.item.kind]
+        return memory[self.place.begin : self.place.end]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,16 +178,16 @@ class Lowered:
                 (send.item, self._place(number, send).tensors_in(memory))
                 for send in self._writes[number]
             ]
-            lowered = [self._batch(number, some, memory) for some in posted]
+            lowered = [self._batch(number, some) for some in posted]
             found.append(LoweredStep(writes, lowered, arrivals[number]))
         return found
 
-    def _batch(self, number: int, some: Sequence[Transfer], memory: Tensor) -> Batch:
+    def _batch(self, number: int, some: Sequence[Transfer]) -> Batch:
         messages, sent = [], 0
         for transfer in some:
             is_in_place = isinstance(transfer, Send) and self._is_in_place(transfer)
-            there = None if is_in_place else self._place(number, transfer).bytes_in(memory)
-            messages.append(Message(transfer, there))
+            place = None if is_in_place else self._place(number, transfer)
+            messages.append(Message(transfer, place))
             sent += isinstance(transfer, Send) and Place(self._forms[transfer.item]).payload
         where = f"{self.name} step {number}"
         return Batch(where, some[0].channel, some[0].lands, messages, sent, self._name_of)

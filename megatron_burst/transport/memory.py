@@ -1,14 +1,19 @@
-"""The memory in which the messages of a context lie, pass after pass.
+"""The memory in which the messages of a pass lie, for as long as the pass goes on.
 
 NCCL's group in torch records the tensors of a message on its stream (`Tensor.record_stream`), so
 that what was freed is not to be had until the device gets there: memory that was made for each
-message would pile up by as much as the host is ahead. So a context keeps one piece, as large as its
-largest pass needs, in which the passes of all layers have their buffers.
+message would pile up by as much as the host is ahead. So a pass has one piece of memory, and NCCL
+gets aliases of it, which torch's allocator does not own and so does not record. At the end of the
+pass its stream has waited for all messages, so that the piece is freed in the order of the stream,
+as any other. If a context kept it, it would live beside the rest of the layer and the loss, too.
+
+The allocator of `backend:cudaMallocAsync` knows aliases by their address: with it a piece a pass
+waits for the device.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,41 +21,40 @@ from torch import Tensor
 
 from megatron_burst.transport.lowered import Block, Lowered, LoweredStep, Place, forms_of
 
-logger = logging.getLogger(__name__)
 
-_GROWTH = 8  # by at least one part in so many: documents ask for a little more now and then
+@dataclass(slots=True, eq=False)
+class _Room:
+    """What is kept of a pass: views, of a storage that has memory only while the pass goes on."""
+
+    piece: Tensor  # uint8
+    steps: list[LoweredStep]
+    sent: Tensor  # of which messages are parts
+
+    def refill(self) -> None:
+        """Take memory; it mostly lies where it lay before."""
+        self.piece.untyped_storage().resize_(self.piece.nbytes)
+        if self.sent is not self.piece and self.sent.data_ptr() != self.piece.data_ptr():
+            self.sent = _alias(self.piece)
 
 
 class MessageMemory:
-    """One piece of memory a device, lent to one pass at a time.
-
-    A buffer is posted into again by the stream that read it, after it did: so a pass on another
-    stream than the last one's waits for that.
-    """
+    """Lends each pass of a context memory; one pass at a time."""
 
     def __init__(self) -> None:
-        self._pieces: dict[torch.device, Tensor] = {}
-        self._steps = WeakKeyDictionary[Lowered, list[LoweredStep]]()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._rooms = WeakKeyDictionary[Lowered, _Room]()
         self._borrower = ""
 
     @contextmanager
     def lent(
-        self, lowered: Lowered, device: torch.device, says: bool
-    ) -> Iterator[list[LoweredStep]]:
-        """Return the steps of a pass, whose buffers are its own until the end.
+        self, lowered: Lowered, device: torch.device
+    ) -> Iterator[tuple[list[LoweredStep], Tensor]]:
+        """Return the steps of a pass and the memory of their messages, its own until the end.
 
-        Args:
-            lowered: the pass.
-            device: of its tensors.
-            says: whether to log it where more memory is taken.
+        After an error the memory stays, for messages may still arrive in it.
 
         Raises:
             RuntimeError: another pass goes on.
         """
-        if not lowered.size:  # no message
-            yield lowered.steps_in(torch.empty(0))
-            return
         if self._borrower:
             raise RuntimeError(
                 f"a {lowered.name} began while a {self._borrower} of the same context goes on: "
@@ -58,53 +62,21 @@ class MessageMemory:
             )
         self._borrower = lowered.name
         try:
-            self._follow(device)
-            yield self._lower(lowered, device, says)
+            with torch.inference_mode(False):  # it is used outside, too
+                room = self._room(lowered, device)
+            yield room.steps, room.sent
+            room.piece.untyped_storage().resize_(0)
         finally:
             self._borrower = ""
 
-    def give_back(self) -> int:
-        """Free it, and return how many bytes it had; the next pass takes new memory.
-
-        Raises:
-            RuntimeError: a pass goes on.
-        """
-        if self._borrower:
-            raise RuntimeError(f"a {self._borrower} goes on in the memory that is to be freed")
-        freed = sum(piece.nbytes for piece in self._pieces.values())
-        self._steps.clear()
-        self._pieces.clear()
-        return freed
-
-    def _lower(self, lowered: Lowered, device: torch.device, says: bool) -> list[LoweredStep]:
-        piece = self._pieces.get(device)
-        if piece is None or piece.nbytes < lowered.size:
-            before = 0 if piece is None else piece.nbytes
-            del piece
-            self._steps.clear()  # they are views of it
-            self._pieces.clear()
-            size = max(lowered.size, before + before // _GROWTH)
-            with torch.inference_mode(False):  # it is used outside, too
-                self._pieces[device] = torch.empty(size, dtype=torch.uint8, device=device)
-            if says:
-                logger.info(
-                    "burst attention: keeps %.1f MiB on %s for the messages of all layers",
-                    *(size / 2**20, device),
-                )
-        if lowered not in self._steps:
-            with torch.inference_mode(False):
-                self._steps[lowered] = lowered.steps_in(self._pieces[device])
-        return self._steps[lowered]
-
-    def _follow(self, device: torch.device) -> None:
-        """Let the current stream wait for that of the last pass."""
-        if device.type != "cuda" or not torch.cuda.is_initialized():
-            return
-        stream = torch.cuda.current_stream(device)
-        last = self._streams.get(device)
-        if last is not None and last != stream:
-            stream.wait_stream(last)
-        self._streams[device] = stream
+    def _room(self, lowered: Lowered, device: torch.device) -> _Room:
+        if (room := self._rooms.get(lowered)) is not None:
+            room.refill()
+            return room
+        piece = torch.empty(lowered.size, dtype=torch.uint8, device=device)
+        room = _Room(piece, lowered.steps_in(piece), _alias(piece))
+        self._rooms[lowered] = room
+        return room
 
 
 def joined(block: Block) -> Block:
@@ -134,7 +106,16 @@ def message_of(block: Block) -> Tensor:
     """
     found = _bytes_of(joined(block))
     assert found is not None
-    return torch.from_dlpack(found) if type(found) is Tensor and found.is_cuda else found
+    return _alias(found)
+
+
+def _alias(found: Tensor) -> Tensor:
+    """Return an alias of bytes on a GPU, of their storage from its begin; others as they are."""
+    if type(found) is not Tensor or not found.is_cuda:
+        return found
+    begin = int(found.storage_offset())
+    whole = found.as_strided((begin + found.nbytes,), (1,), 0)
+    return torch.from_dlpack(whole)[begin:]
 
 
 def _bytes_of(block: Sequence[Tensor]) -> Tensor | None:

@@ -108,8 +108,8 @@ class _Phases(LiveBytes):
             for made_by, size in self._made.values():
                 self.makers[self.phase][made_by] += size
 
-    def _forget(self, key: int, size: int) -> None:
-        super()._forget(key, size)
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
         self._made.pop(key, None)
 
 

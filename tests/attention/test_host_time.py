@@ -47,6 +47,7 @@ def test_a_hop_takes_few_calls(ranks: int, ring: str) -> None:
 def test_nothing_that_outlives_a_pass_lies_in_the_memory_of_messages(ring: str) -> None:
     with host_time.one_rank(8, ring) as one, torch.no_grad():
         found = [*one.forward(), *one.backward(), *one.tensors]
-        (piece,) = one.call.communicator.memory._pieces.values()
-    kept = piece.untyped_storage()._cdata
-    assert kept not in {t.untyped_storage()._cdata for t in found if t is not None}
+        rooms = [*one.call.communicator.memory._rooms.values()]
+    lent = {room.piece.untyped_storage()._cdata for room in rooms}
+    assert len(lent) == 2
+    assert lent.isdisjoint(t.untyped_storage()._cdata for t in found if t is not None)

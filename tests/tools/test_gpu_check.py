@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +125,7 @@ def early_write(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, number)
         for message in (m for batch in self._steps[number].batches for m in batch.messages):
             if isinstance(message.transfer, Send):
-                message.of(self._own).add_(1)
+                message.bytes(self._own, self._memory).add_(1)
 
     return post
 
@@ -395,3 +396,24 @@ def test_without_a_gpu_it_says_how_to_run_all_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU here; --device cpu runs the same"):
         command.main([])
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_memory_of_messages_that_waits_for_nccl_is_noticed(
+    records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = list[torch.Tensor]()
+
+    def record(x: torch.Tensor, _: Any) -> None:
+        if records or x.untyped_storage().resizable():  # no alias
+            held.append(x)
+
+    monkeypatch.setattr(Device, "is_gpu", True)
+    monkeypatch.setattr(Device, "free", lambda _: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    message, tensor = memory._while_a_message_lags(Device(torch.device("cpu"), tmp_path))
+    assert message.passed is not records and tensor.found == "waits for it" and tensor.passed

@@ -3,6 +3,8 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial, partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,3 +99,65 @@ def test_an_all_to_all_over_the_heads(batches: list[Operations]) -> None:
     carry_out(exchange_plan(9, RANKS))
     assert sum(map(len, batches)) == 2 * (RANKS - 1)
     assert max(map(len, batches)) <= NCCL_BEARS
+
+
+@pytest.mark.usefixtures("batches")
+def test_messages_follow_their_memory_where_it_lies_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU they are aliases, which are kept for as long as it lies where it lay."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    received: list[torch.Tensor] = []
+
+    def post(_: dist.ProcessGroup, calls: Any) -> list[Any]:
+        received.extend(t for call, (t,), _ in calls if call.__name__ == "recv")
+        return []
+
+    monkeypatch.setattr(comm, "post_together", post)
+    world = dist.group.WORLD
+    assert world is not None
+    communicator = Communicator(range(RANKS), dict.fromkeys(Channel, world), 60.0)
+    block = tuple(torch.zeros(1, LOCAL, 64, 64) for _ in range(2))
+    plan = Ring(Tiling(zigzag(LOCAL * RANKS, RANKS), Mask.causal()), NODES).forward(9)
+    lowered = communicator.lower("forward", plan, lambda _: forms_of(block))
+    places, between = set(), []
+    for _ in range(3):
+        with communicator.transfers(lowered, dict.fromkeys(Kind, block), CPU) as transfers:
+            received.clear()
+            transfers.post(0)
+            (_, landed), *_ = transfers.land(0)
+            assert received[0].data_ptr() == landed[0].data_ptr()
+            places.add(landed[0].data_ptr())
+        between.append(torch.empty(lowered.size, dtype=torch.uint8))  # where it lay
+    assert len(places) > 1, "it did lie elsewhere"
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_what_can_be_posted_together_is_as_torchs_own_batches_do(
+    wraps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same calls in the same order, with the tag of `P2POp`."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    told: list[tuple[Any, ...]] = []
+    try:
+        group, x = dist.new_group([0, 1]), torch.ones(2)
+        inner = SimpleNamespace(supports_coalescing=True)
+        found = SimpleNamespace(supports_coalescing=False, wrapped_pg=inner) if wraps else inner
+        monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: found)
+        for name in ("_start_coalescing", "_end_coalescing", "send", "recv"):
+            noted = partial(lambda name, _, *given: told.append((name, *given)), name)
+            monkeypatch.setattr(dist.ProcessGroup, name, partialmethod(noted))
+        comm.post_together(group, [(group.recv, [x], 1), (group.send, [x], 1)])
+        ours, told[:] = [*told], []
+        if not wraps:
+            one = {"tensor": x, "group": group, "group_peer": 1}
+            dist.batch_isend_irecv([dist.P2POp(op, **one) for op in (dist.irecv, dist.isend)])
+            assert [str(each) for each in ours] == [str(each) for each in told]
+        assert [name for name, *_ in ours] == [
+            "_start_coalescing",
+            "recv",
+            "send",
+            "_end_coalescing",
+        ]
+    finally:
+        dist.destroy_process_group()

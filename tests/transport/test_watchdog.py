@@ -111,10 +111,10 @@ def test_a_group_that_was_adopted_has_its_own_limit_and_the_report_comes_before_
     communicator, said = Communicator(range(2), groups, LIMIT), list[str]()
     assert (watchdog := communicator._watchdog) is not None
     watchdog._report = said.append
-    message = Message(Send(Item(Kind.KV, 0), 1, Channel.READ_WITHIN, 0), torch.zeros(1))
+    message = Message(Send(Item(Kind.KV, 0), 1, Channel.READ_WITHIN, 0), None)
     name_of = communicator.name_of
     batch = Batch("forward step 0", Channel.READ_WITHIN, 0, [message], 4, name_of)
-    communicator.start(batch, {})
+    communicator.start(batch, {Kind.KV: torch.zeros(1)}, torch.empty(0))
     adopted.options._timeout = timedelta(seconds=theirs)  # as Megatron sets it after the first step
     watchdog.look(reported - 0.1)
     assert not said

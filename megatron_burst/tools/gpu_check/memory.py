@@ -12,8 +12,10 @@ from megatron_burst.kernels.protocol import Gradients
 from megatron_burst.kernels.reference import ReferenceKernel
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most
 from megatron_burst.tools.one_rank import OneRank, Sizes, silent_rank
+from megatron_burst.transport.memory import message_of
 
 REMEDY = "plan with the larger figure, a shorter sequence or more ranks (docs/budgets.md)"
+_LAGGING, _CYCLES = 2**26, 10**9  # bytes, and about half a second
 _APART = 0.15  # of the count: kernels have memory of their own, allocators round
 _NODES = {"flat": (0,) * 8, "double": (0,) * 4 + (1,) * 4}  # of each rank
 _RINGS = (("flat", "kv"), ("double", "query"), ("flat", "query"), ("double", "kv"))
@@ -48,14 +50,32 @@ def check(device: Device) -> Iterator[Check]:
             yield at_most(what, abs(mine / right - 1), _APART, more=sizes_in_q)
         del rank
         device.free()
+    yield from _while_a_message_lags(device)
+
+
+def _while_a_message_lags(device: Device) -> Iterator[Check]:
+    """Free what another stream was recorded to use, as NCCL's group does: a message's waits not."""
+    for name, is_message in (("a message", True), ("a tensor", False)):
+        what, allowed = f"memory of {name} that NCCL's stream has not come to", "free at once"
+        if not device.is_gpu:
+            yield Check(what, "says nothing without a GPU")
+            continue
+        device.free()
+        freed = torch.empty(_LAGGING, dtype=torch.uint8, device=device.device)
+        sent, place = message_of((freed,)) if is_message else freed, freed.data_ptr()
+        with torch.cuda.stream(side := torch.cuda.Stream(device.device)):
+            torch.cuda._sleep(_CYCLES)
+        sent.record_stream(side)
+        del sent, freed
+        is_free = torch.empty(_LAGGING, dtype=torch.uint8, device=device.device).data_ptr() == place
+        found = allowed if is_free else "waits for it"
+        yield Check(what, found, *((allowed, is_free) if is_message else ()))
 
 
 def _peaks(device: Device, rank: OneRank) -> list[int]:
-    """Return those of a forward and of a backward, each with the memory of its own messages."""
-    rank.result, messages = None, rank.call.communicator.memory
-    messages.give_back()
+    """Return those of a forward and of a backward."""
+    rank.result = None
     forward = device.peak(rank.forward, rank.tensors)
-    messages.give_back()
     return [forward, device.peak(rank.backward, (*rank.tensors, *(rank.result or ())))]
 
 

@@ -64,12 +64,12 @@ class ThreadedCommunicator(Communicator):
         self._rank, self._post = rank, post
         self._posted: Counter[tuple[int, int, Channel]] = Counter()
 
-    def start(self, batch: Batch, own: Mapping[Kind, Tensor]) -> Posted:
+    def start(self, batch: Batch, own: Mapping[Kind, Tensor], memory: Tensor) -> Posted:
         """Send at once; poison what is to be received."""
         self.bytes_by_channel[batch.channel] += batch.bytes_sent
         works: list[Any] = []
         for message in batch.messages:
-            transfer, tensor = message.transfer, message.of(own)
+            transfer, tensor = message.transfer, message.bytes(own, memory)
             ends, receives = (self._rank, self._ranks[transfer.peer]), isinstance(transfer, Receive)
             way = *(ends[::-1] if receives else ends), transfer.channel
             self._posted[way] += 1
