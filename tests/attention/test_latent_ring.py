@@ -279,9 +279,9 @@ def test_hops_have_the_bytes_of_the_formula_and_deepseeks_shape_sends_an_eighth(
         assert latents_pay(with_heads, with_latents, links, latents) is pays
 
 
-@pytest.mark.parametrize(("tokens", "pays"), [(256, True), (512, False)])
+@pytest.mark.parametrize(("tokens", "pays"), [(512, True), (768, False)])
 def test_expanding_again_in_the_backward_counts(tokens: int, pays: bool) -> None:
-    """On 8 ranks of a node; without those FLOPs latents would be worth it at 512 tokens, too."""
+    """On 8 ranks of a node; without those FLOPs latents would be worth it at 768 tokens, too."""
     heads = Shape(tokens, 16, 16, 192, 128, 2, 4, sends_raw=True)
     latents = replace(heads, latents=LatentShape(512 + 64, 16 * 256 * 512), sends_raw=False)
     tiling, nodes = Tiling(zigzag(8 * tokens, 8), Mask.causal()), [0] * 8
