@@ -94,16 +94,8 @@ def ring_attention(
         out = context.shard(softmax(scale · q kᵀ + mask) v, dim=1)
 
     (a soft cap changes the scores before the mask, a sink the sum under the softmax: see below),
-    without ever holding more than a few ranks' K and V: its own, and in buffers those in use and
-    those arriving, two more on a flat ring, three on a double ring, whatever the mask. `allgather`
-    holds all; where a sparse mask's rows go straight to who needs them, a rank holds all that it
-    needs. With as many kv heads as query heads, causal in bfloat16, what lives beside inputs and
-    output is, in multiples of q, on a flat ring 7.1 in the forward and in the backward 16.5 (kv) or
-    15.6 (query); on a double ring 9.1, and 31 or 25.7; of what goes straight under windows and
-    documents up to 17.1, and 31.5 or 24.3, within `--burst-memory-mb`. With the heads in two chunks
-    (`--burst-head-chunks`, on GPUs the default of long shards) those of rings are 5.6, 12.3, 10.8;
-    6.6, 19.5 and 15.9, and with four 3.3, 7.7, 6.9; 3.8, 11.3 and 9.5.
-    A mesh holds more, as much as `--burst-memory-mb` allows. More: docs/budgets.md.
+    without ever holding more than a few ranks' K and V, on a ring two or three others'; `allgather`
+    holds all, and a mesh as much as `--burst-memory-mb` allows. Bytes: docs/budgets.md.
     Shapes, dtype and mask may change from call to call, on all ranks together. Under torch.autocast
     all is cast to its dtype, as for the products above.
 
@@ -139,7 +131,7 @@ def ring_attention(
     Raises:
         ValueError: shapes or dtypes do not fit, the soft cap is not positive, the scale not finite,
             no kernel can serve them, or another rank was asked for something else, takes another
-            plan or kernel, or cannot: see docs/faults.md.
+            plan or kernel, or cannot: see docs/troubleshooting.md.
         TypeError: the context or the mask is none.
         CommunicationError: a peer died or took longer than the time limit, or an earlier call of
             this context failed.

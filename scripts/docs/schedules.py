@@ -30,11 +30,11 @@ CLUSTERS = {
     "H100, 25 Gbit/s": replace(H100, nic_rate=H100.nic_rate / 16),
 }
 GPUS, KV_HEADS, TOKENS = (64, 256, 1024), (32, 4), (1024, 4096, 16384, 65536)
-SHOWN_TOKENS = TOKENS[1]
+SHOWN_TOKENS, SHOWN_GPUS = TOKENS[1], (GPUS[0], GPUS[-1])
 HEADS, HEAD_DIM = 32, 128
 FORCED = {Topology.FLAT: "#d1620a", Topology.DOUBLE: "#26803a", Topology.MESH: "#1667ad"}
 BACKWARDS = Backward.KV, Backward.QUERY
-SHOWN = ("cluster", "gpus", "kv_heads", "kernels", *FORCED, "auto", "auto_over_best")
+SHOWN = ("cluster", "gpus", "kv_heads", "kernels", *FORCED, "auto")
 type Row = Mapping[str, str]
 
 
@@ -97,6 +97,7 @@ def fastest(found: Row) -> tuple[Topology, float]:
 def parts(found: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
     shown = [each for each in found if int(each["tokens"]) == SHOWN_TOKENS]
+    shown = [each for each in shown if int(each["gpus"]) in SHOWN_GPUS]
     large = [each for each in found if int(each["gpus"]) > TIMED]
     cells = table(SHOWN, ([each[name] for name in SHOWN] for each in shown))
     usual, of_large = slower(each for each in found if each not in large), slower(large)

@@ -42,8 +42,13 @@ PACKAGES = re.compile(r"(?:torch|megatron_burst|collections)[.](?:\w+[.])*")
 
 def flags() -> str:
     """The flags, the default of each first among its values."""
-    rows = ([f"`{f.name}`", ", ".join(f"`{v}`" for v in _values(f)), f.help] for f in all_flags())
+    rows = ([f"`{f.name}`", ", ".join(f"`{v}`" for v in _values(f)), _short(f)] for f in all_flags())
     return table(["flag", "values, the default first", "what it does"], rows)
+
+
+def _short(flag: Flag) -> str:
+    """Its first sentence; --help has all."""
+    return flag.help.partition(". ")[0].rstrip(".") + "."
 
 
 def _values(flag: Flag) -> list[str]:
@@ -79,7 +84,7 @@ def _of_name(name: Any, methods: tuple[str, ...]) -> Iterator[str]:
         yield f"### `{name.__name__}.{method}`\n"
         if not isinstance(found, property):
             yield _signature(getattr(name, method))
-        yield _text(found)
+        yield _text(found, brief=True)
 
 
 def _signature(function: Callable[..., Any]) -> str:
@@ -91,8 +96,11 @@ def _signature(function: Callable[..., Any]) -> str:
     return f"```python\n{PACKAGES.sub('', shown)}\n```\n"
 
 
-def _text(documented: Any) -> str:
-    return f"```text\n{inspect.getdoc(documented)}\n```\n"
+def _text(documented: Any, *, brief: bool = False) -> str:
+    """A docstring up to what is raised, or in brief its first paragraph; help() has all."""
+    end = "\n\n" if brief else "\nRaises:\n"
+    kept = (inspect.getdoc(documented) or "").partition(end)[0].rstrip()
+    return f"```text\n{kept}\n```\n"
 
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {

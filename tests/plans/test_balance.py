@@ -235,7 +235,7 @@ def test_groups_that_share_out_their_heads_find_their_tokens(nodes: str, size: i
 
 
 def test_the_page_is_made_of_the_table() -> None:
-    rows, text = pages.read_csv(page.PAGE), page.PAGE.read_text()
+    rows, text = pages.read_csv(page.ALL), page.PAGE.read_text()
     assert pages.filled(text, page.parts(rows)) == text
     assert len(rows) == len(page.LENGTHS) * len(SIZES) * len(page.DRAWS)
     assert all(float(row["balanced"]) <= BOUND for row in rows)
