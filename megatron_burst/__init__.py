@@ -30,6 +30,10 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> object:
     """Load a public name when it is asked for: `megatron-burst launch` runs where no torch is."""
     if name not in _HOMES:
