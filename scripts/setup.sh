@@ -28,11 +28,12 @@ find_python() {
     local path said home
     home=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6)} # an empty HOME is looked up
     for path in ${PYTHON:+"$PYTHON"} python3.12 python3.13 python3 python \
-        {"${PYENV_ROOT:-}","$home/.pyenv"}/versions/3.1[23]*/bin/python3; do
+        {"${PYENV_ROOT:-$(pyenv root 2>/dev/null)}","$home/.pyenv"}/versions/3.1[23]*/bin/python3; do
         found_python=$(command -v "$path") || continue
         said=$("$path" -c 'import sys, venv; print("%d.%d.%d" % sys.version_info[:3])' 2>&1) || true
         if [[ $said == 3.1[23].* ]]; then return 0; fi
-        say "$found_python is no Python 3.12 or 3.13 with venv, it says: ${said##*$'\n'}"
+        if [[ $said == Traceback* ]]; then said=${said##*$'\n'}; fi
+        say "$found_python is no Python 3.12 or 3.13 with venv, it says: ${said%%$'\n'*}"
         if [[ -n ${PYTHON:-} ]]; then return 1; fi
     done
     return 1

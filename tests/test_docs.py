@@ -59,6 +59,33 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     assert len(README.splitlines()) <= 200
 
 
+SHORTENED_APART = ("planner", "budgets", "loss", "hybrid", "mtp", "support")
+
+
+def words(*files: Path) -> int:
+    """As `wc -w` counts, so the bars of tables count, too."""
+    return sum(len(file.read_text().split()) for file in files)
+
+
+def test_the_pages_for_users_are_18000_words_at_most() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    apart = [page for page in pages if page.stem in SHORTENED_APART]
+    assert words(*set(pages) - set(apart)) <= 15000
+    assert words(*apart) <= 7900
+    assert words(*(ROOT / "docs" / "design").glob("*.md")) <= 8300
+
+
+def test_the_readmes_figures_are_those_of_the_pages() -> None:
+    page = (ROOT / "docs" / "million.md").read_text()
+    ladder = page.partition("<!-- llama3_8b")[2].partition("<!-- end")[0]
+    rows = [line.strip("| ").split(" | ") for line in ladder.splitlines() if line.startswith("| ")]
+    first, best = rows[2], max(rows[2:], key=lambda row: float(row[9].split()[0]))
+    theirs, ours = re.findall(r"longest sequence \| (\S+, \S+ M) \| \[(\S+, \S+ M)\]", README)[0]
+    for said, row in ((theirs, first), (ours, best)):
+        assert said == f"{float(row[7]) - 1e-9:.0f}, {row[9]}", "GiB of a GPU, tokens"
+    assert f"{float(best[9].split()[0]):.1f} M tokens fit" in README
+
+
 @pytest.mark.parametrize("folder", ["docs", "docs/design"])
 def test_the_index_names_every_page(folder: str) -> None:
     index = (ROOT / folder / "README.md").read_text()

@@ -240,6 +240,7 @@ def test_the_public_names() -> None:
         "ring_attention",
     ]
     assert all(hasattr(megatron_burst, name) for name in megatron_burst.__all__)
+    assert dir(megatron_burst) == sorted([*megatron_burst.__all__, "__version__"])
 
 
 WITHOUT_MEGATRONS_LOOP = """

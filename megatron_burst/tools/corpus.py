@@ -10,6 +10,7 @@ import json
 import shlex
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,14 +101,19 @@ def gather(inputs: Sequence[Path], *, paragraphs: bool = False) -> Corpus:
 
 def documents(inputs: Sequence[Path], *, paragraphs: bool = False) -> Iterator[bytes]:
     """Yield the bytes of every document, empty ones left out, in a fixed order."""
+    for file in files(inputs):
+        lines = file.suffix in (".jsonl", ".ndjson")
+        for text in _lines(file) if lines else [file.read_bytes()]:
+            parts = text.split(b"\n\n") if paragraphs else [text]
+            yield from filter(None, parts)
+
+
+def files(inputs: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files of these paths; of the standard library if there are none."""
     for path in inputs or [Path(sysconfig.get_path("stdlib"))]:
         if not path.exists():
             raise ValueError(f"--input {path}: no such file or directory")
-        for file in [path] if path.is_file() else _files(path, is_library=not inputs):
-            lines = file.suffix in (".jsonl", ".ndjson")
-            for text in _lines(file) if lines else [file.read_bytes()]:
-                parts = text.split(b"\n\n") if paragraphs else [text]
-                yield from filter(None, parts)
+        yield from [path] if path.is_file() else _files(path, is_library=not inputs)
 
 
 def _files(root: Path, *, is_library: bool) -> list[Path]:
@@ -145,6 +151,8 @@ def main(argv: list[str]) -> int:
     corpus.write(args.output)
     found = corpus.facts(args.output)
     flags = shlex.join(["--data-path", found["prefix"], *found["tokenizer_args"]])
-    said = f"corpus written: {corpus}\nflags of a training on it: {flags}"
+    kinds = Counter(file.suffix or file.name for file in files(args.input)).most_common()
+    of = ", ".join(f"{count} {kind}" for kind, count in kinds)
+    said = f"corpus written, of files {of}: {corpus}\nflags of a training on it: {flags}"
     print(json.dumps(found, indent=2) if args.json else said)
     return 0

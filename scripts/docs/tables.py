@@ -97,9 +97,12 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def _text(documented: Any, *, brief: bool = False) -> str:
-    """A docstring up to what is raised, or in brief its first paragraph; help() has all."""
-    end = "\n\n" if brief else "\nRaises:\n"
-    kept = (inspect.getdoc(documented) or "").partition(end)[0].rstrip()
+    """A docstring, of each argument the first sentence; in brief its first paragraph alone."""
+    kept, _, rest = (inspect.getdoc(documented) or "").partition("\n\n" if brief else "\nArgs:\n")
+    given = re.findall(r"^    (\w+: .*(?:\n {8}.*)*)", rest.partition("\n\n")[0], re.M)
+    if given and not brief:
+        sentences = (re.split(r"[.;] ", re.sub(r"\s+", " ", each))[0].rstrip(".") for each in given)
+        kept += "\nArgs:\n" + "\n".join(f"    {sentence}." for sentence in sentences)
     return f"```text\n{kept}\n```\n"
 
 

@@ -32,11 +32,15 @@ _ERROR, _WRONG, _WARNING, _NOTE = Level
 def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Finding]:
     """Yield why the command line would stop, and what every check has to say."""
     yield from launcher_findings(line, target)
+    if line.program.endswith(".py") and not target.is_cluster and not Path(line.program).is_file():
+        yield Finding("no-script", _ERROR, f"there is no {line.program} here")
     if not line.starts_us and asks_for_us(line.flags):
         text = f"{line.program} does not start megatron_burst, so its flags are unknown there"
         yield Finding("not-attached", _ERROR, text, f"-m megatron_burst.run {line.program}")
     if parsed.stops:
-        yield Finding("validation", _ERROR, parsed.stops)
+        text = "a multiple of tensor x context x pipeline parallel sizes: more ranks, or smaller sizes"
+        remedy = text if "total_model_size" in parsed.stops else ""
+        yield Finding("validation", _ERROR, parsed.stops, remedy)
     if parsed.unknown:
         yield Finding("checkpoint-args", _NOTE, parsed.unknown, "also pass the model's flags")
     if (args := parsed.args) is None or (parsed.stops and parsed.config is None):

@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         os.execvp("bash", ["bash", script, *args.command[1:]])
     if not args.nodes:
         raise ValueError("say how many nodes: --nodes N")
+    if not args.dry_run and not shutil.which("sbatch"):
+        raise ValueError("there is no sbatch here: submit on a login node, or `launch ssh`")
     output = site.prepare_output(args, runs=False)
     given = [*["--chain"] * args.chain, "--output", str(output), *node.given(args)]
     wait = ["--wait"] if args.wait else []
