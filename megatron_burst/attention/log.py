@@ -27,15 +27,14 @@ def log_choice(
     shape: Shape,
 ) -> None:
     """Say what was chosen for calls of a shape, whose heads are shared among `heads` ranks."""
-    is_cuda = request.device.type == "cuda"  # why no kernel of GPUs serves a CPU need not be said
-    reasons = passed_over(kernel, request) if config.kernel == "auto" and is_cuda else ""
+    reasons = passed_over(kernel, request) if config.kernel == "auto" else ""
     spread = exchanged = ""
     if heads > 1:
         spread = f"heads over {heads} ranks, "
         size = mib(shape.exchange_bytes(heads))
         exchanged = f"; the all-to-all over the heads sends {size} a rank forward and backward each"
     merged = ""
-    if is_cuda:
+    if request.device.type == "cuda":
         plain = why_plain(request.device, request.dtype)
         merged = f", merged by plain torch ({plain})" if plain else ", merged by Triton"
     logger.info(

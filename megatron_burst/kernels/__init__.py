@@ -64,13 +64,16 @@ def select_kernel(name: str, request: Request) -> Kernel:
 
 
 def passed_over(chosen: Kernel, request: Request) -> str:
-    """Say which kernels `auto` asked before it took `chosen`, and what stood against each."""
+    """Say which kernels for the device `auto` passed over before `chosen`, and why."""
     earlier = takewhile(lambda kernel: kernel != chosen, _candidates("auto", request))
-    return "; ".join(
-        f"not {kernel.name}: {', '.join(kernel.reasons_against(request))}"
+    against = {
+        kernel.name: [*kernel.reasons_against(request)]
         for kernel in earlier
         if kernel.name in KERNELS  # a padded one has the same reasons
-    )
+    }
+    elsewhere = f"the tensors are on {request.device.type}"
+    found = {name: reasons for name, reasons in against.items() if elsewhere not in reasons}
+    return "; ".join(f"not {name}: {', '.join(reasons)}" for name, reasons in found.items())
 
 
 def check_kernel_name(name: str) -> None:

@@ -3,8 +3,8 @@
 python scripts/docs/gpu_checks.py gpu-check.json --contact NAME
 
 What is kept of a report is a file a report in scripts/bench/results/gpu_checks: date, device,
-versions, verdicts and who may be asked; no host name, path or command. Without a report the table is
-written again from these files.
+versions, verdicts and who may be asked; no host name, path or command. Without a report the table
+is written again from these files.
 """
 
 import json

@@ -42,7 +42,10 @@ PACKAGES = re.compile(r"(?:torch|megatron_burst|collections)[.](?:\w+[.])*")
 
 def flags() -> str:
     """The flags, the default of each first among its values."""
-    rows = ([f"`{f.name}`", ", ".join(f"`{v}`" for v in _values(f)), _short(f)] for f in all_flags())
+    rows = []
+    for flag in all_flags():
+        values = ", ".join(f"`{value}`" for value in _values(flag))
+        rows.append([f"`{flag.name}`", values, _short(flag)])
     return table(["flag", "values, the default first", "what it does"], rows)
 
 

@@ -20,6 +20,7 @@ def test_the_examples_of_the_page_are_all_tried() -> None:
     assert [set(re.findall(r"^def (\w+)", text, re.M)) for text in EXAMPLES] == [
         {"gpt"},
         {"add_burst"},
+        {"use_burst"},
     ]
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     tokens = torch.arange(TOKENS)[None] * 7 % VOCABULARY
     batch = {"tokens": tokens, "labels": tokens * 5 % VOCABULARY}
     batch |= {"position_ids": torch.arange(TOKENS)[None]}
-    batch = get_batch_on_this_cp_rank(batch)
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False)
     loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
     (loss / TOKENS).backward()
     gradients = [p.grad for p in model.parameters()]
@@ -65,7 +65,9 @@ def main() -> None:
     norm = torch.stack([g.norm() for g in gradients]).norm()
     name = type(model.decoder.layers[0].self_attention.core_attention).__name__
     if torch.distributed.get_rank() == 0:
-        print(f"found {name} {loss.item() / TOKENS:.6f} {norm.item():.6f}")
+        print(f"found {name} {loss.item() / TOKENS:.6f} {norm.item():.6f}", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 main()

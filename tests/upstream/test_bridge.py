@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 NEEDED = ("omegaconf", "yaml", "tqdm")
+CHECKOUT = os.environ.get("MEGATRON_BRIDGE_PATH", "")
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,7 +21,7 @@ def trained(algorithm: str, ranks: int) -> tuple[str, float, float]:
     """The class of core attention, the loss and the norm of the gradients."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     rank = Path(__file__).with_name("bridge_rank.py")
-    command += [f"--nproc-per-node={ranks}", str(rank), os.environ["MEGATRON_BRIDGE_PATH"], algorithm]
+    command += [f"--nproc-per-node={ranks}", str(rank), CHECKOUT, algorithm]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "MEGATRON_BURST_CPU": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -30,7 +31,7 @@ def trained(algorithm: str, ranks: int) -> tuple[str, float, float]:
 
 
 def test_bridges_provider_trains_alike_with_our_attention() -> None:
-    if "MEGATRON_BRIDGE_PATH" not in os.environ:
+    if not CHECKOUT:
         pytest.skip("MEGATRON_BRIDGE_PATH names no checkout of Megatron-Bridge")
     for package in NEEDED:
         pytest.importorskip(package)

@@ -38,7 +38,7 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
         text = f"{line.program} does not start megatron_burst, so its flags are unknown there"
         yield Finding("not-attached", _ERROR, text, f"-m megatron_burst.run {line.program}")
     if parsed.stops:
-        text = "a multiple of tensor x context x pipeline parallel sizes: more ranks, or smaller sizes"
+        text = "ranks in a multiple of tensor x context x pipeline parallel sizes"
         remedy = text if "total_model_size" in parsed.stops else ""
         yield Finding("validation", _ERROR, parsed.stops, remedy)
     if parsed.unknown:
