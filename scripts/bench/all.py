@@ -61,7 +61,7 @@ STEPS = {
     "host_time": _measured("host_time", 1),
     "accuracy": _measured("accuracy", 2),
     "loss": _measured("loss", 20, "--repetitions 1", picture="docs/loss-memory.svg"),
-    "recompute": _measured("recompute", 3, picture="docs/recompute.svg"),
+    "recompute": _measured("recompute", 3),
     "mlp_chunks": _measured("mlp_chunks", 1, "--repetitions 15"),
     "memory": _measured("memory", 20),
     "attention": _measured("attention", 10, "--repetitions 7"),

@@ -40,19 +40,13 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def loss(rows: Rows, axes: Axes) -> None:
-    """Memory against tokens, by vocabulary and way."""
+    """Memory against tokens, by way, for one vocabulary."""
     rows = [row for row in rows if row["measured"] == "memory"]
-    vocabularies = unique(rows, "vocabulary")
-    for vocabulary in vocabularies:
-        for way in unique(rows, "way"):
-            line = [r for r in rows if (r["vocabulary"], r["way"]) == (vocabulary, way)]
-            axes.plot(
-                [int(row["tokens"]) for row in line],
-                [int(row["bytes"]) / MIB for row in line],
-                "o-" if way.startswith("chunked") else "x--",
-                label=f"{way}, vocabulary {int(vocabulary) // 1024}k",
-                color=f"C{vocabularies.index(vocabulary)}",
-            )
+    vocabulary = sorted(unique(rows, "vocabulary"), key=int)[len(unique(rows, "vocabulary")) // 2]
+    rows = [row for row in rows if row["vocabulary"] == vocabulary]
+    for way in unique(rows, "way"):
+        line = [(int(row["tokens"]), int(row["bytes"]) / MIB) for row in rows if row["way"] == way]
+        axes.plot(*zip(*line, strict=True), "o-", label=way)
     tokens = [int(n) for n in unique(rows, "tokens")]
     axes.set_yscale("log", base=2)
     powers_of_two([int(row["bytes"]) / MIB for row in rows], axes.yaxis, step=2)
@@ -61,20 +55,9 @@ def loss(rows: Rows, axes: Axes) -> None:
     axes.set(
         xlabel="tokens on a rank",
         ylabel="memory of the LM head and loss",
-        title=f"Beside inputs, weight and gradients; bfloat16, hidden size {rows[0]['hidden']}",
+        title=f"Vocabulary {int(vocabulary) // 1024}k, hidden size {rows[0]['hidden']}, bfloat16: "
+        "beside inputs, weight and gradients",
     )
-
-
-def recompute(rows: Rows, axes: Axes) -> None:
-    """Time of a step against what is stored."""
-    for row in rows:
-        point = float(row["stored_bytes"]) / MIB, float(row["median_s"])
-        label = "no recompute" if row["fraction"] == "none" else f"ρ = {row['fraction']}"
-        axes.plot(*point, "s" if row["fraction"] == "none" else "o", label=label)
-    axes.set_xscale("log", base=2)
-    powers_of_two([float(row["stored_bytes"]) / MIB for row in rows], axes.xaxis)
-    title = "{layers} layers, {tokens} tokens, hidden size {hidden}, every layer checkpointed"
-    axes.set(xlabel="what forward stores", ylabel="seconds a step", title=title.format(**rows[0]))
 
 
 def two_nodes(rows: Rows, axes: Axes) -> None:

@@ -129,6 +129,7 @@ def draw(found: Sequence[Row], path: Path) -> None:
         axes.set_title(f"{each['cluster']}, {HEADS}:{sizes[0]} heads", fontsize=9)
         axes.set_xticks(range(len(TOKENS)), [f"{n // 1024}k" for n in TOKENS])
         axes.set_yticks(range(len(GPUS)), GPUS)
+    figure.suptitle("The fastest schedule, and its time over the next best's", fontsize=10)
     figure.supxlabel("tokens a rank", fontsize=9)
     figure.supylabel("GPUs", fontsize=9)
     save(figure, path)

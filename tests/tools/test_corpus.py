@@ -79,6 +79,15 @@ def test_paragraphs_are_documents_if_asked_and_lengths_are_said(
     assert f"--data-path {tmp_path / 'corpus'} --tokenizer-type NullTokenizer --vocab-size" in flags
 
 
+def test_it_says_of_which_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt", "c.csv"):
+        text_file(folder / name, "text")
+    assert run(tmp_path, "--input", folder) == 0
+    assert "of files 2 .txt, 1 .csv: 3 documents" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "line",
     [
