@@ -109,7 +109,6 @@ def convergence(rows: Rows, axes: Axes) -> None:
 PICTURES: Mapping[str, Callable[[Rows, Axes], None]] = {
     "convergence": convergence,
     "loss": loss,
-    "recompute": recompute,
     "two_nodes": two_nodes,
 }
 

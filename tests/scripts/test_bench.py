@@ -112,9 +112,6 @@ def test_more_is_stored_the_less_is_recomputed(
     # Of each of two layers an output of 32 numbers and a log-sum-exp of two heads, 4 bytes a token.
     assert stored[1] - stored[-1] == 2 * 256 * (32 + 2) * 4
     assert "| ρ = 0.25 |" in page
-    plot = pytest.importorskip("plot", reason="pictures need matplotlib", exc_type=ImportError)
-    plot.draw(tmp_path / "page.csv", tmp_path / "figure.svg")
-    assert "no recompute" in (tmp_path / "figure.svg").read_text()
 
 
 def test_mlps_in_chunks_are_timed_whole_and_cut(
