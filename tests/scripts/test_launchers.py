@@ -1,5 +1,6 @@
 """The launchers, with stand-ins for ssh, docker, Slurm and torchrun. (fast tier)"""
 
+import argparse
 import fcntl
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from megatron_burst.tools import hardware
 from megatron_burst.tools.flags import arguments, as_asked
 from megatron_burst.tools.launch import __main__ as launch
-from megatron_burst.tools.launch import site, ssh
+from megatron_burst.tools.launch import site, slurm, ssh
 from megatron_burst.tools.plan.configs import Configs
 from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, gone, wait_for
 
@@ -155,6 +156,12 @@ def test_wrong_options_say_so_before_anything_is_asked_or_made(
     assert message in done.stdout + done.stderr
     assert not machine.text("slurm.log")
     assert "--save" in command or not (machine.folder / "runs").exists()
+
+
+def test_without_sbatch_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"PATH": "/nowhere"})
+    with pytest.raises(ValueError, match="there is no sbatch here"):
+        slurm.run(argparse.Namespace(nodes=2, dry_run=False))
 
 
 def test_without_gpus_the_number_of_ranks_must_be_said(machine: Machine) -> None:
