@@ -39,11 +39,13 @@ def _bounded(x: tl.tensor, scale: tl.float32, cap: tl.float32, CAPPED: tl.conste
 def _statistics(
     out: tl.tensor, best: tl.tensor, logits: tl.tensor, column: tl.tensor,
     tokens: tl.int32, scale: tl.float32, cap: tl.float32,
-    CAPPED: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SUMS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     token, lane = tl.program_id(0), tl.arange(0, BLOCK)
     logits += token.to(tl.int64) * ROWS
     exponentials, sums = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
     highest, where = -float("inf"), 0
     for start in range(0, ROWS, BLOCK):
         exists = start + lane < ROWS
@@ -55,6 +57,10 @@ def _statistics(
         if best is not None:
             where = tl.where(largest > highest, start + tl.argmax(x, 0), where)
         largest = tl.maximum(largest, highest)
+        if ENTROPY:
+            lower = tl.where(start > 0, highest - largest, 0.0)
+            weighted = (weighted + exponentials * lower) * tl.exp(lower)
+            weighted += tl.where(exists, tl.exp(x - largest) * (x - largest), 0.0)
         exponentials = exponentials * tl.exp(highest - largest) + tl.exp(x - largest)
         highest = largest
     mine = tl.load(column + token)  # -1: another rank has it
@@ -63,15 +69,18 @@ def _statistics(
     tl.store(out + token, highest)
     tl.store(out + tokens + token, tl.sum(exponentials, 0))
     tl.store(out + 2 * tokens + token, target)
+    if ENTROPY:
+        tl.store(out + 3 * tokens + token, tl.sum(weighted, 0))
     if SUMS:
-        tl.store(out + 3 * tokens + token, tl.sum(sums, 0))
+        tl.store(out + (4 if ENTROPY else 3) * tokens + token, tl.sum(sums, 0))
     if best is not None:
         tl.store(best + token, where)
 
 
 @triton.jit
 def _gradient(
-    logits: tl.tensor, lse: tl.tensor, grad: tl.tensor, column: tl.tensor,
+    logits: tl.tensor, lse: tl.tensor, grad: tl.tensor,
+    entropy: tl.tensor, grad_entropy: tl.tensor, column: tl.tensor,
     scale: tl.float32, cap: tl.float32,
     z_loss: tl.float32, smoothing: tl.float32, uniform: tl.float32,
     CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,10 +94,15 @@ def _gradient(
     lse_of, mine = tl.load(lse + token), tl.load(column + token)
     gradient = tl.exp(x - lse_of) * (1.0 + 2.0 * z_loss * lse_of) - uniform
     gradient -= tl.where(at == mine, 1.0 - smoothing, 0.0)
+    gradient *= tl.load(grad + token)
+    if entropy is not None:
+        surprise = x - lse_of
+        of_entropy = tl.exp(surprise) * (surprise + tl.load(entropy + token))
+        gradient -= tl.load(grad_entropy + token) * of_entropy
     if CAPPED:
         small = tl.exp(-2.0 * tl.abs(given.to(tl.float32) * scale / cap))
         gradient *= 4.0 * small / ((1.0 + small) * (1.0 + small))  # 1 - tanh²
-    gradient *= tl.load(grad + token) * scale
+    gradient *= scale
     tl.store(logits + at, gradient.to(logits.dtype.element_ty), mask=at < ROWS)
 
 
@@ -100,15 +114,19 @@ def logit_statistics(
     column: Tensor,
     scale: float,
     cap: float,
+    *,
+    entropy: bool,
 ) -> None:
     """Write what the logits of `logits` [tokens, rows] leave, scaled, and capped if cap > 0.
 
-    [3 or 4, tokens] in float32: the largest, the sum of exp(logit - largest), that of `column`
-    [tokens] (int64; -1: 0), and perhaps the sum. And in which row the largest is, [tokens].
+    [3 to 5, tokens] in float32: the largest, the sum of exp(logit - largest), that of `column`
+    [tokens] (int64; -1: 0), for the entropy the sum of exp(logit - largest) (logit - largest), and
+    perhaps the sum. And in which row the largest is, [tokens].
     """
     tokens, rows = logits.shape
-    tensors, sums = (out_statistics, out_best, logits, column), len(out_statistics) == 4
-    constants = {"CAPPED": cap > 0.0, "SUMS": sums, "ROWS": rows, "BLOCK": _COLUMNS}
+    tensors, sums = (out_statistics, out_best, logits, column), len(out_statistics) == 4 + entropy
+    constants = {"CAPPED": cap > 0.0, "ENTROPY": entropy, "SUMS": sums}
+    constants |= {"ROWS": rows, "BLOCK": _COLUMNS}
     _statistics[tokens,](*tensors, tokens, scale, cap, **constants)
 
 
@@ -117,6 +135,8 @@ def logit_gradient(
     logits: Tensor,
     lse: Tensor,
     grad: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
     column: Tensor,
     scale: float,
     cap: float,
@@ -126,10 +146,11 @@ def logit_gradient(
 ) -> None:
     """Turn logits [tokens, rows] into their gradient, in place.
 
-    `lse`, `grad` of the losses (float32) and `column` are [tokens]; `uniform` is the smoothing of
-    one row.
+    `lse`, `grad` of the losses, entropies and their gradients (float32) and `column` are [tokens];
+    `uniform` is the smoothing of one row.
     """
     tokens, rows = logits.shape
     programs, numbers = tokens * triton.cdiv(rows, _COLUMNS), (scale, cap, z_loss, smoothing)
     constants = {"CAPPED": cap > 0.0, "ROWS": rows, "BLOCK": _COLUMNS}
-    _gradient[programs,](logits, lse, grad, column, *numbers, uniform, **constants)
+    tensors = logits, lse, grad, entropy, grad_entropy, column
+    _gradient[programs,](*tensors, *numbers, uniform, **constants)

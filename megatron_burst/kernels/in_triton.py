@@ -46,14 +46,14 @@ def operator(*changed: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
         @wraps(launch)
-        def launch_there(first: Tensor, *more: Any) -> None:
+        def launch_there(first: Tensor, *more: Any, **named: Any) -> None:
             with torch.cuda.device_of(first):
-                launch(first, *more)
+                launch(first, *more, **named)
 
         name, schema = launch.__name__, torch.library.infer_schema(launch, mutates_args=changed)
         torch.library.define(f"megatron_burst::{name}", schema)
         torch.library.impl(f"megatron_burst::{name}", "default", launch_there)
-        torch.library.register_fake(f"megatron_burst::{name}", lambda *_: None)
+        torch.library.register_fake(f"megatron_burst::{name}", lambda *_, **__: None)
         return getattr(torch.ops.megatron_burst, name).default
 
     return register

@@ -29,6 +29,7 @@ class Call:
     z_loss: float = 0.0
     logit_softcap: float | None = None
     logit_scale: float = 1.0
+    entropy: bool = False
     chunk_size: int | None = None
     memory_mb: float | None = None
     group: dist.ProcessGroup | None = None
@@ -64,8 +65,8 @@ class Call:
 
     @property
     def statistics(self) -> int:
-        """How many numbers a token's logits leave: largest, sum of exp, target, perhaps the sum."""
-        return 4 if self.label_smoothing else 3
+        """How many numbers a token's logits leave; see `InTorch.statistics`."""
+        return 3 + self.entropy + bool(self.label_smoothing)
 
     def chunking(self, sizes: Sizes) -> Chunking:
         """Choose the chunks."""

@@ -26,7 +26,7 @@ class Sizes:
     ranks: int = 1  # of the vocabulary
     parts: int = 1  # ranks that hold a part of the tokens each
     statistics: int = 3  # numbers a token's logits leave
-    slopes: bool = False  # the soft cap's derivative is kept beside the logits
+    beside: int = 0  # tensors beside the logits: the soft cap's derivative, exponentials
     fused: bool = False  # logits are in the dtype of the weight alone
     sums_apart: bool = False  # dW is summed in memory that is not its gradient's
     kept_apart: bool | None = None  # where the forward makes it; None: without the losses' weights
@@ -39,18 +39,18 @@ class Sizes:
     def for_a_token_of_the_chunk(self, rows: int | None = None) -> int:
         """Bytes of a token in the chunk, with this rank's rows of the weight or so many of them.
 
-        The logits in the dtype of sums, the soft cap's slopes, and where products are made in a
-        narrower dtype the logits in that, by fused kernels in that alone, and as many numbers as
-        the hidden states in the dtype of sums. Where ranks hold parts of the tokens, the hidden
-        states of two chunks and the gradient of one.
+        The logits in the dtype of sums, what is beside them, and where products are made in a
+        narrower dtype the logits in that, by fused kernels in that alone. The hidden states, which
+        are picked where tokens are left out, and as many numbers in the dtype of sums. Where
+        ranks hold parts of the tokens, the hidden states of one more chunk, the gradient of one,
+        and what a rank's part of both is.
         """
         narrow = self.dtype.itemsize if self.dtype.itemsize < self._wide else 0
-        copies = self._wide * (2 if self.slopes else 1) + narrow
+        copies = self._wide * (1 + self.beside) + narrow
         if self.fused:
             copies = self.dtype.itemsize
-        widened = self.hidden * self._wide if narrow else 0
-        gathered = 3 * self.hidden * self.dtype.itemsize if self.parts > 1 else 0
-        return copies * (rows or self.vocabulary) + widened + gathered + 8 * self._wide + 40
+        states = self._wide + self.dtype.itemsize * (1 if self.parts == 1 else 4)
+        return copies * (rows or self.vocabulary) + states * self.hidden + 8 * self._wide + 40
 
     @property
     def row_of_sums(self) -> int:

@@ -1,5 +1,7 @@
 """The public function, its checks of the tensors, and the same for a framework."""
 
+from typing import Any, Literal, overload
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,11 +11,19 @@ from megatron_burst.kernels.in_triton import triton_kernels
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
 from megatron_burst.loss.loops import Head, LinearCrossEntropy
-from megatron_burst.loss.tokens import Spread
+from megatron_burst.loss.tokens import Spread, is_captured
 from megatron_burst.loss.vocabulary import Vocabulary
 
 
+@overload
 def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[True], **settings: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, **settings: Any
+) -> Tensor: ...
+def linear_cross_entropy(  # type: ignore[misc]  # its settings are spelled out
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -28,7 +38,8 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     reduction: str = "none",
-) -> Tensor:
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Loss of every token from its hidden state, a chunk of tokens at a time.
 
     On one rank it equals, without the tensor of all logits:
@@ -40,8 +51,14 @@ def linear_cross_entropy(
         loss = F.cross_entropy(logits, flat, reduction="none", ignore_index=ignore_index,
                                label_smoothing=label_smoothing)
         loss = loss + z_loss * logits.logsumexp(-1).square() * (flat != ignore_index)
-        return loss.view(targets.shape)
+        logs = logits.log_softmax(-1)
+        entropy = -(logs.exp() * logs).sum(-1) * (flat != ignore_index)
+        return loss.view(targets.shape), entropy.view(targets.shape)
 
+    Without smoothing and z-loss -loss is the target's log-probability, with logit_scale = 1 / T at
+    the temperature T. The entropy H has the gradient -p (log p + H) with respect to the logits.
+
+    Ignored tokens are left out before any product is made, in backward those without a gradient.
     Gradients go to `hidden` and `weight`; none is filtered out. dW is summed in float32 and rounded
     once. Backward computes the logits of each chunk again; under a reduction the forward makes the
     gradients where memory allows, but in float16, and backward multiplies them by what it gets.
@@ -69,11 +86,13 @@ def linear_cross_entropy(
         group: the ranks over which the vocabulary is spread; None is this rank alone.
         sequence_parallel: `hidden` is this rank's part of the first dimension; targets are whole.
         reduction: as in F.cross_entropy; the mean is over the targets that are not ignored.
+        entropy: return the entropy of every token's distribution, too; not under a reduction.
 
     Returns:
         Losses of targets' shape in float32 (float64 for float64), or one, the same on all ranks of
-        the group. A target outside the vocabulary has the loss 1e30, which a mask of 0 makes 0. If
-        its loss counts after all, the gradients are NaN; on the CPU backward raises a ValueError.
+        the group; with `entropy` a pair of both. A target outside the vocabulary has the loss 1e30,
+        which a mask of 0 makes 0. If its loss counts after all, the gradients are NaN; on the CPU
+        backward raises a ValueError.
 
     Raises:
         ValueError: shapes, dtypes or settings that do not fit, both chunk_size and memory_mb, or a
@@ -81,6 +100,8 @@ def linear_cross_entropy(
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")
+    if entropy and reduction != "none":
+        raise ValueError(f"entropy is of every token: reduction must be none, got {reduction!r}")
     counted = targets != ignore_index
     number = counted.sum() if reduction == "mean" else 1
     call = Call(
@@ -89,6 +110,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
         logit_softcap=logit_softcap,
         logit_scale=logit_scale,
+        entropy=entropy,
         chunk_size=chunk_size,
         memory_mb=memory_mb,
         group=group,
@@ -97,12 +119,15 @@ def linear_cross_entropy(
     )
     if hidden.dtype != weight.dtype:
         hidden, weight = as_autocast(hidden, weight)
-    losses = apply(hidden, weight, targets, call)
+    if entropy:
+        losses, entropies = apply(hidden, weight, targets, call)
+        return losses, entropies
+    (losses,) = apply(hidden, weight, targets, call)
     return losses if reduction == "none" else losses.sum() / number
 
 
-def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor:
-    """Do what `linear_cross_entropy` says, with the settings in one object."""
+def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """Do what `linear_cross_entropy` says, with the settings in one object: losses, entropies."""
     alone = call.group is None or call.group.size() == 1
     group = None if alone else call.group
     vocabulary = Vocabulary(weight.shape[0], group)
@@ -112,7 +137,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
     # float16 has too little room below 1 without a loss scale, which the backward brings.
     keeps = call.weights is not None and weight.dtype != torch.float16 and targets.numel() > 0
     keeps &= torch.is_grad_enabled() and (hidden.requires_grad or sums is not None)
-    keeps = keeps and not _is_captured(weight) and call.keeper.takes()
+    keeps = keeps and not is_captured(weight) and call.keeper.takes()
     sizes = Sizes(
         tokens=targets.numel(),
         vocabulary=weight.shape[0],
@@ -121,18 +146,14 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> Tensor
         ranks=vocabulary.ranks,
         parts=spread.parts,
         statistics=call.statistics,
-        slopes=call.logit_softcap is not None,
+        beside=(call.logit_softcap is not None) + call.entropy,
         fused=triton_kernels(weight, "fused_loss") is not None,
         sums_apart=sums is not None and sums.apart,
         kept_apart=sums is not None and sums.kept_apart if keeps else None,
     )
     head = Head(weight.detach(), call, vocabulary, spread, call.chunking(sizes))
-    return LinearCrossEntropy.apply(hidden, weight, targets, head)
-
-
-def _is_captured(weight: Tensor) -> bool:
-    """Whether a CUDA graph is made, in which no host can wait for what the backward compares."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    made: tuple[Tensor, ...] = LinearCrossEntropy.apply(hidden, weight, targets, head)
+    return made
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:

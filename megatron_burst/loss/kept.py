@@ -32,7 +32,7 @@ class Kept:
     def factor(self, grad: Tensor) -> float | None:
         """Return `grad / weights` [parts, tokens of a part] where that is one number, else None.
 
-        To rounding; nor is it one where it is 0 or not finite. The host waits for the device.
+        To rounding; nor is it one that is not finite. The host waits for the device.
         """
         weights, grad = self.weights.flatten(), grad.flatten()
         largest = weights.abs().argmax()
@@ -42,7 +42,7 @@ class Kept:
         rounding = _ROUNDINGS * torch.finfo(grad.dtype).eps * expected.abs()
         is_one = ((grad - expected).abs() <= rounding).all()
         found = torch.where(is_one, factor, torch.nan).item()
-        return found if math.isfinite(found) and found else None
+        return found if math.isfinite(found) else None
 
     def times(
         self, factor: float, d_weight: WeightSum | None
@@ -98,4 +98,4 @@ class Keeper:
                 "the losses' gradients are no multiple of the loss mask: from now on logits are "
                 "made twice, forward and backward"
             )
-        return factor
+        return factor or None  # of gradients that are all 0 nothing is computed

@@ -10,16 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.kernels.dtypes import accumulation_dtype, without_autocast
 from megatron_burst.loss.call import Call
-from megatron_burst.loss.chunk import InTorch, InTriton, workspace
+from megatron_burst.loss.chunk import InTorch, InTriton, Tokens, workspace
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.kept import Kept
 from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum
-from megatron_burst.loss.tokens import HiddenGradient, Spread, slices
+from megatron_burst.loss.tokens import Hidden, HiddenGradient, Some, Spread, put, slices, take
 from megatron_burst.loss.vocabulary import Targets, Vocabulary, losses
 
-type _Tokens = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Hidden states [tokens of a part, d], and [parts, tokens of a part] each: targets, log-sum-exps
-and gradients of the losses."""
+type _Tokens = tuple[Hidden, Tensor, Tensor, Tensor, *tuple[Tensor, ...]]
+"""Hidden states, and [parts, tokens of a part] each: targets, log-sum-exps and gradients of the
+losses, perhaps entropies and their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,47 +32,80 @@ class Head:
     spread: Spread
     chunking: Chunking
 
-    def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses and log-sum-exps; the shards' statistics are combined for many chunks."""
-        buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
-        wide = accumulation_dtype(hidden.dtype)
-        loss, lse = (hidden.new_empty(targets.shape, dtype=wide) for _ in range(2))
-        for block in slices(hidden.shape[0], self.chunking.combined // self.spread.parts):
-            wanted = targets[:, block]
-            of_shard = loss.new_empty(self.call.statistics, *wanted.shape)
-            for chunk, tokens in self._chunks(hidden[block], self.chunking.tokens):
-                found = self._statistics(buffers, tokens, wanted[:, chunk])
-                of_shard[:, :, chunk] = found.view(-1, *wanted[:, chunk].shape)
-            of_all, where = self.vocabulary.combine(of_shard.flatten(1)), self._locate(wanted)
-            made = losses(of_all, where, self.vocabulary.size, self.call)
-            loss[:, block], lse[:, block] = (x.view(wanted.shape) for x in made)
-        return loss, lse
+    def forward(
+        self, states: Tensor, targets: Tensor, weights: Tensor | None, wants: tuple[bool, ...]
+    ) -> tuple[Tensor, Kept | None]:
+        """Return losses, log-sum-exps and perhaps entropies, 0 where the target is ignored.
 
-    def losses_and_gradients(
-        self, hidden: Tensor, targets: Tensor, weights: Tensor, wants: tuple[bool, ...]
-    ) -> tuple[Tensor, Tensor, Kept]:
-        """Return losses, log-sum-exps, and the gradients of both inputs for losses so weighed.
+        [numbers, parts, tokens of a part] of `states` [tokens of a part, d]. With weights also the
+        gradients of both inputs for losses so weighed.
+        """
+        wide, where = accumulation_dtype(states.dtype), self._locate(targets)
+        made = states.new_zeros(2 + self.call.entropy, *targets.shape, dtype=wide)
+        counted = where.counted.view(targets.shape)
+        if weights is None:
+            self._losses(self.spread.some(states, counted), targets, made)
+            return made, None
+        known = where.known.view(targets.shape)
+        weights = weights.to(wide).masked_fill(~(counted & known), 0.0)
+        weighed = self.spread.some(states, weights != 0)
+        others = self.spread.some(states, counted & (weights == 0))
+        kept = self._losses_and_gradients(weighed, targets, weights, made, wants)
+        if weighed[1] is not None:
+            self._losses(others, targets, made)
+        return made, kept
+
+    def _losses(self, chosen: Some, targets: Tensor, made: Tensor) -> None:
+        """Fill in `made` for some tokens; the shards' statistics are combined for many chunks."""
+        hidden, index = chosen
+        if not len(hidden):
+            return
+        targets, found = take(targets, index), take(made, index)
+        buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
+        for block in slices(len(hidden), self.chunking.combined // self.spread.parts):
+            wanted = targets[:, block]
+            of_shard = made.new_empty(self.call.statistics, *wanted.shape)
+            for chunk, tokens in self._chunks(hidden.of(block), self.chunking.tokens):
+                of_chunk = self._statistics(buffers, tokens, wanted[:, chunk])
+                of_shard[:, :, chunk] = of_chunk.view(-1, *wanted[:, chunk].shape)
+            found[:, :, block] = self._combined(of_shard.flatten(1), wanted)
+        put(made, index, found)
+
+    def _losses_and_gradients(
+        self,
+        chosen: Some,
+        targets: Tensor,
+        weights: Tensor,
+        made: Tensor,
+        wants: tuple[bool, ...],
+    ) -> Kept:
+        """Do the same, and return the gradients.
 
         From the same logits, so the shards' statistics are combined for every chunk.
         """
-        where = self._locate(targets)
-        counts = (where.counted & where.known).view(targets.shape)
-        weights = weights.to(accumulation_dtype(hidden.dtype)).masked_fill(~counts, 0.0)
-        loss, lse = (torch.empty_like(weights) for _ in range(2))
+        hidden, index = chosen
+        targets, found, grads = take(targets, index), take(made, index), take(weights, index)
         buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=True)
         size = self.chunking.tokens // self.spread.parts
         d_hidden = HiddenGradient(self.spread, hidden, size) if wants[0] else None
         d_weight = OwnSum(self.weight) if wants[1] else None
         for chunk, tokens in self._chunks(hidden, self.chunking.tokens):
-            wanted, grad = targets[:, chunk], weights[:, chunk].reshape(-1)
-            where, found = self._locate(wanted), self._statistics(buffers, tokens, wanted)
-            made = losses(self.vocabulary.combine(found), where, self.vocabulary.size, self.call)
-            loss[:, chunk], lse[:, chunk] = (x.view(wanted.shape) for x in made)
-            of_tokens, whole = (tokens, made[1], grad), self.vocabulary.size
-            gradient = buffers.gradient(of_tokens, where, whole, found[0])
+            wanted, grad = targets[:, chunk], grads[:, chunk].reshape(-1)
+            of_shard = self._statistics(buffers, tokens, wanted)
+            found[:, :, chunk] = self._combined(of_shard, wanted)
+            of_tokens = Tokens(tokens, found[1, :, chunk].reshape(-1), grad)
+            of_vocabulary = self._locate(wanted), self.vocabulary.size
+            gradient = buffers.gradient(of_tokens, *of_vocabulary, of_shard[0])
             _put(gradient, chunk, tokens, self.weight, d_hidden, d_weight)
+        put(made, index, found)
         dh = None if d_hidden is None else d_hidden.result()
-        return loss, lse, Kept(weights, dh, None if d_weight is None else d_weight.total)
+        return Kept(weights, dh, None if d_weight is None else d_weight.total)
+
+    def _combined(self, of_shard: Tensor, targets: Tensor) -> Tensor:
+        """Return what `forward` does, for these tokens, from the statistics of this rank's rows."""
+        of_all = self.vocabulary.combine(of_shard, entropy=self.call.entropy)
+        found = losses(of_all, self._locate(targets), self.vocabulary.size, self.call)
+        return torch.stack(found).view(-1, *targets.shape)
 
     def _statistics(self, buffers: InTriton | InTorch, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return those of this rank's rows for a chunk; tell which logits are the largest."""
@@ -113,15 +146,14 @@ class Head:
         """Make the gradient of these columns of the logits, in chunks, and what comes of it."""
         buffers = workspace(self.weight[rows], size, self.call, slopes=True)
         for chunk, hidden in self._chunks(tokens[0], size):
-            targets, lse, grad = (x[:, chunk].reshape(-1) for x in tokens[1:])
+            targets, lse, grad, *more = (x[:, chunk].reshape(-1) for x in tokens[1:])
             where = self._locate(targets)
-            grad = grad.to(lse.dtype).masked_fill(~where.counted, 0.0)
             grad = self.vocabulary.check_gradient(grad, targets, where)
-            of_tokens, whole = (hidden, lse, grad), self.vocabulary.size
+            of_tokens, whole = Tokens(hidden, lse, grad, *more), self.vocabulary.size
             gradient = buffers.gradient(of_tokens, where.in_rows(rows), whole)
             _put(gradient, chunk, hidden, self.weight, d_hidden, d_weight)
 
-    def _chunks(self, hidden: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    def _chunks(self, hidden: Hidden, size: int) -> Iterator[tuple[slice, Tensor]]:
         return self.spread.gathered(hidden, size // self.spread.parts)
 
     def _locate(self, targets: Tensor) -> Targets:
@@ -151,39 +183,43 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
-        """Return losses of targets' shape."""
-        ctx.head, ctx.kept, weights = head, None, head.call.weights
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head
+    ) -> tuple[Tensor, ...]:
+        """Return losses of targets' shape, and if asked for, entropies."""
+        ctx.head, weights = head, head.call.weights if head.chunking.keeps else None
         tokens, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(head.spread.parts, -1)
-        if head.chunking.keeps and weights is not None:
-            wants = ctx.needs_input_grad
-            made = head.losses_and_gradients(tokens, rows, weights.reshape(rows.shape), wants)
-            loss, lse, ctx.kept = made
+        weights = None if weights is None else weights.reshape(rows.shape)
+        (loss, *others), ctx.kept = head.forward(tokens, rows, weights, ctx.needs_input_grad)
+        if ctx.kept is not None:
             head.call.keeper.keep(ctx.kept)
-        else:
-            loss, lse = head.losses(tokens, rows)
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        return loss.view(targets.shape)
+        ctx.save_for_backward(hidden, weight, targets, *others)
+        return tuple(x.view(targets.shape) for x in (loss, *others[1:]))
 
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` and `weight`."""
-        hidden, weight, targets, lse = ctx.saved_tensors
+        hidden, weight, targets, lse, *entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         head: Head = ctx.head
-        grad, sums = grad.reshape(lse.shape), head.call.weight_sum(weight) if wants_weight else None
-        if (kept := ctx.kept) is not None:
-            ctx.kept, ignored = None, targets.reshape(lse.shape) == head.call.ignore_index
-            factor = head.call.keeper.factor(kept, grad.masked_fill(ignored, 0.0))
-            if factor is not None:
-                dh, dw = kept.times(factor, sums)
-                return None if dh is None else dh.view(hidden.shape), dw, None, None
-            del kept  # its memory
-        tokens = hidden.reshape(-1, hidden.shape[-1])
+        sums = head.call.weight_sum(weight) if wants_weight else None
+        targets = targets.reshape(lse.shape)
+        ignored = targets == head.call.ignore_index
+        given = [x.reshape(lse.shape).to(lse.dtype).masked_fill(ignored, 0.0) for x in grads]
+        kept, ctx.kept = ctx.kept, None
+        factor = None if kept is None else head.call.keeper.factor(kept, given[0])
+        if factor is not None:
+            dh, dw = kept.times(factor, sums)
+            return None if dh is None else dh.view(hidden.shape), dw, None, None
+        del kept  # its memory
+        weighed = torch.stack(given).count_nonzero(0) > 0  # NaN is not 0
+        tokens, index = head.spread.some(hidden.reshape(-1, hidden.shape[-1]), weighed)
+        targets, lse, grad = (take(x, index) for x in (targets, lse, given[0]))
+        of_entropy = (take(x, index) for x in (*entropy, *given[1:]))
         size = head.chunking.tokens // head.spread.parts
         d_hidden = HiddenGradient(head.spread, tokens, size) if wants_hidden else None
-        d_weight = head.gradients((tokens, targets.reshape(lse.shape), lse, grad), d_hidden, sums)
+        d_weight = head.gradients((tokens, targets, lse, grad, *of_entropy), d_hidden, sums)
         summed = None if d_hidden is None else d_hidden.result().view(hidden.shape)
         return summed, d_weight, None, None

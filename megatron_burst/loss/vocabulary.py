@@ -66,7 +66,7 @@ class Vocabulary:
             )
         return grad.masked_fill(lost, torch.nan)
 
-    def combine(self, statistics: Tensor) -> Tensor:
+    def combine(self, statistics: Tensor, *, entropy: bool) -> Tensor:
         """Return the statistics [statistics, tokens] of all shards together: one collective."""
         if self.group is None:
             return statistics
@@ -75,24 +75,31 @@ class Vocabulary:
         dist.all_gather_into_tensor(gathered, statistics, group=self.group)
         of_ranks = gathered.view(self.ranks, numbers, tokens)
         highest = of_ranks[:, 0].amax(0)
-        of_ranks[:, 1] *= (of_ranks[:, 0] - highest).exp_()
+        lower = of_ranks[:, 0] - highest
+        if entropy:  # exp(z - highest) (z - highest)
+            of_ranks[:, 3] += lower * of_ranks[:, 1]
+            of_ranks[:, 3] *= lower.exp()
+        of_ranks[:, 1] *= lower.exp_()
         total = of_ranks.sum(0)
         total[0] = highest
         return total
 
 
-def losses(
-    statistics: Tensor, targets: Targets, vocabulary: int, call: Call
-) -> tuple[Tensor, Tensor]:
-    """Return losses and log-sum-exps, [tokens] each, from the statistics of the whole vocabulary.
+def losses(statistics: Tensor, targets: Targets, vocabulary: int, call: Call) -> list[Tensor]:
+    """Return losses, log-sum-exps and, if asked for, entropies, [tokens] each.
+
+    From the statistics of the whole vocabulary.
 
     A target outside the vocabulary has the loss `LOSS_OUTSIDE`.
     """
     lse = statistics[0] + statistics[1].log()
     loss = lse - statistics[2]
     if smoothing := call.label_smoothing:
-        loss += smoothing * (statistics[2] - statistics[3] / vocabulary)
+        loss += smoothing * (statistics[2] - statistics[-1] / vocabulary)
     if call.z_loss:
         loss += call.z_loss * lse.square()
     loss.masked_fill_(~targets.counted, 0.0).masked_fill_(~targets.known, LOSS_OUTSIDE)
-    return loss, lse
+    if not call.entropy:
+        return [loss, lse]
+    entropy = statistics[1].log() - statistics[3] / statistics[1]
+    return [loss, lse, entropy.masked_fill_(~targets.counted, 0.0)]

@@ -14,6 +14,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "z-loss": {"z_loss": 1e-2},
     "soft cap": {"logit_softcap": 3.0},
     "scale": {"logit_scale": 0.3},
+    "entropy": {"entropy": True, "logit_scale": 0.8},
+    "all with entropy": {"entropy": True, "label_smoothing": 0.2, "z_loss": 1e-3}
+    | {"logit_softcap": 5.0, "logit_scale": 2.0},
     "all": {"label_smoothing": 0.2, "z_loss": 1e-3, "logit_softcap": 5.0, "logit_scale": 2.0},
 }
 
@@ -58,8 +61,9 @@ def from_logits(
     z_loss: float = 0.0,
     logit_softcap: float | None = None,
     logit_scale: float = 1.0,
+    entropy: bool = False,
 ) -> Tensor:
-    """The slow code of the library's docstring."""
+    """The slow code of the library's docstring; losses and entropies in one tensor."""
     logits = logits * logit_scale
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
@@ -68,14 +72,26 @@ def from_logits(
         logits, flat, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
     )
     loss = loss + z_loss * logits.logsumexp(-1).square() * (flat != ignore_index)
-    return loss.view(targets.shape)
+    loss = loss.view(targets.shape)
+    if not entropy:
+        return loss
+    logs = logits.log_softmax(-1)
+    of_tokens = -(logs.exp() * logs).sum(-1) * (flat != ignore_index)
+    return torch.stack([loss, of_tokens.view(targets.shape)])
+
+
+def in_one(made: Tensor | tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and their gradients; with entropies, which get other gradients, one tensor of each."""
+    made = made if isinstance(made, Tensor) else torch.stack(made)
+    grad = grad if made.dim() == grad.dim() else torch.stack([grad, 0.7 * grad.flip(0)])
+    return made, grad.to(made.dtype)
 
 
 def oracle(case: Case, grad: Tensor | None = None, **objective: Any) -> Result:
     hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
     loss = from_logits(F.linear(hidden, weight), case.targets, **objective)
-    grad = case.grad if grad is None else grad
-    return Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad.double()))
+    loss, grad = in_one(loss, case.grad if grad is None else grad)
+    return Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad))
 
 
 def ours(case: Case, grad: Tensor | None = None, **arguments: Any) -> Result:
@@ -83,8 +99,8 @@ def ours(case: Case, grad: Tensor | None = None, **arguments: Any) -> Result:
 
     hidden, weight = (x.detach().clone().requires_grad_() for x in (case.hidden, case.weight))
     loss = linear_cross_entropy(hidden, weight, case.targets, **arguments)
-    grad = case.grad if grad is None else grad
-    return Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad.to(loss.dtype)))
+    loss, grad = in_one(loss, case.grad if grad is None else grad)
+    return Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -31,13 +31,13 @@ def test_chunks_are_the_largest_even_ones_within_the_limit(
 def test_a_token_of_logits_in_every_copy_that_lives() -> None:
     row = SIZES.vocabulary
     expected = {
-        (torch.float32, False): 4 * row,
-        (torch.bfloat16, False): 6 * row + 4 * 1024,
-        (torch.float16, True): 10 * row + 4 * 1024,
-        (torch.float64, True): 16 * row,
+        (torch.float32, 0): 4 * row + 8 * 1024,
+        (torch.bfloat16, 0): 6 * row + 6 * 1024,
+        (torch.float16, 1): 10 * row + 6 * 1024,
+        (torch.float64, 2): 24 * row + 16 * 1024,
     }
-    for (dtype, slopes), most in expected.items():
-        sizes = dataclasses.replace(SIZES, dtype=dtype, slopes=slopes)
+    for (dtype, beside), most in expected.items():
+        sizes = dataclasses.replace(SIZES, dtype=dtype, beside=beside)
         assert 0 <= sizes.for_a_token_of_the_chunk() - most <= 104
 
 

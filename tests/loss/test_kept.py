@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
+from megatron_burst.loss import function
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk import InTorch
 from megatron_burst.loss.chunk_size import KEPT_MB, Chunking, Sizes, choose, within
-from megatron_burst.loss.function import apply
 from megatron_burst.loss.kept import Keeper
 from tests.loss.oracle import OBJECTIVES, Case, Result, errors, make_case, oracle
 from tests.loss.test_memory import MIB, K, peak_bytes
@@ -43,20 +43,25 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tokens
 
 
+def losses_of(*args: Any, **named: Any) -> Tensor:
+    return function.apply(*args, **named)[0]
+
+
 def with_weights(case: Case, grad: Tensor, weights: Tensor | None, **arguments: Any) -> Result:
     hidden, weight = (x.detach().clone().requires_grad_() for x in (case.hidden, case.weight))
-    loss = apply(hidden, weight, case.targets, Call(weights=weights, **arguments))
+    loss = losses_of(hidden, weight, case.targets, Call(weights=weights, **arguments))
     return Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad.to(loss.dtype)))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 21, 100])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "entropy" not in name])
 def test_float32_equals_float64(made: list[int], objective: str, chunk_size: int) -> None:
     arguments = OBJECTIVES[objective]
     case = make_case(ignore_index=arguments.get("ignore_index", -100))
     grad = a_mask(case) * FACTOR
     found = with_weights(case, grad, a_mask(case) / 7, chunk_size=chunk_size, **arguments)
-    assert sum(made) == case.targets.numel(), "logits are made once"
+    ignored = case.targets == arguments.get("ignore_index", -100)
+    assert sum(made) == (~ignored).sum(), "logits are made once, of what counts"
     assert max(errors(found, oracle(case, grad, **arguments))) < TOLERANCE
 
 
@@ -73,7 +78,7 @@ def test_reductions_are_torchs(made: list[int], reduction: str, tokens: tuple[in
     found = linear_cross_entropy(*inputs, case.targets, **options)
     (found * FACTOR).backward()
     (expected * FACTOR).backward()
-    assert sum(made) == case.targets.numel() and found.shape == ()
+    assert sum(made) == (case.targets != 0).sum() and found.shape == ()
     result, wanted = (
         Result(x[0].detach(), x[1].grad, x[2].grad) for x in ((found, *inputs), (expected, *exact))
     )
@@ -104,7 +109,8 @@ def test_what_is_no_multiple_is_computed_exactly(made: list[int], gradient: str)
     mask = a_mask(case)
     grad = GRADIENTS[gradient](mask)
     found = with_weights(case, grad, mask, chunk_size=4)
-    assert sum(made) == 2 * 21, "logits are made again"
+    counts = case.targets != -100
+    assert sum(made) == counts.sum() + (counts & (grad != 0)).sum(), "logits are made again"
     if torch.isfinite(grad).all():
         assert max(errors(found, oracle(case, grad))) < TOLERANCE
     for ours, expected in zip(found, with_weights(case, grad, None, chunk_size=4), strict=True):
@@ -119,7 +125,7 @@ def test_a_mask_of_zeros(made: list[int], grad: float) -> None:
     given = torch.full_like(case.grad, grad)
     found = with_weights(case, given, torch.zeros_like(case.grad), chunk_size=4)
     assert max(errors(found, oracle(case, given))) < TOLERANCE
-    assert sum(made) == (42 if grad else 21)
+    assert sum(made) == (34 if grad else 17), "of those that are not ignored"
 
 
 def test_a_wrong_target_counts_where_its_gradient_does() -> None:
@@ -140,7 +146,7 @@ def test_only_one_input_wants_a_gradient(which: str) -> None:
     inputs = {"hidden": case.hidden.clone(), "weight": case.weight.clone()}
     inputs[which].requires_grad_()
     mask = a_mask(case)
-    apply(**inputs, targets=case.targets, call=Call(weights=mask)).backward(FACTOR * mask)
+    losses_of(**inputs, targets=case.targets, call=Call(weights=mask)).backward(FACTOR * mask)
     expected = oracle(case, FACTOR * mask)
     assert (
         errors(Result(*3 * [inputs[which].grad]), Result(*3 * [getattr(expected, f"d_{which}")]))[0]
@@ -154,7 +160,7 @@ def test_backward_may_run_twice_and_a_changed_weight_is_noticed(made: list[int])
     loss = linear_cross_entropy(hidden, weight, case.targets, reduction="sum") * FACTOR
     once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     again = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    assert sum(made) == 2 * 21
+    assert sum(made) == 2 * 17
     for a, b in zip(once, again, strict=True):
         torch.testing.assert_close(a, b)
     with torch.no_grad():
@@ -168,11 +174,11 @@ def test_evaluation_and_float16_keep_nothing(made: list[int]) -> None:
     inputs = [x.clone().requires_grad_() for x in (case.hidden, case.weight)]
     said: list[Chunking] = []
     call = Call(weights=torch.ones_like(case.grad), on_chunking=said.append)
-    apply(*inputs, case.targets, call)
+    losses_of(*inputs, case.targets, call)
     inputs = [x.float().detach().requires_grad_() for x in inputs]
     with torch.no_grad():
-        apply(*inputs, case.targets, call)
-    apply(*inputs, case.targets, call)
+        losses_of(*inputs, case.targets, call)
+    losses_of(*inputs, case.targets, call)
     assert [chunking.products for chunking in said] == [4, 4, 3]
 
 
@@ -214,7 +220,7 @@ def on_a_rank(team: Team, case: Case, parts: bool, grads: list[Tensor]) -> list[
     )
     found: list[Any] = []
     for grad in grads:
-        loss = apply(hidden, weight, case.targets, call)
+        loss = losses_of(hidden, weight, case.targets, call)
         assert said[-1].keeps
         found.append(Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad)))
     return found
@@ -275,7 +281,7 @@ def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
     def function(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         mask = torch.ones(len(targets))
         call = Call(memory_mb=64, on_chunking=said.append, weights=mask)
-        return apply(hidden, weight, targets, call)
+        return losses_of(hidden, weight, targets, call)
 
     peak = peak_bytes(function, **kept, device="cpu")
     assert said[0].keeps and said[0].tokens < 4 * K
@@ -287,9 +293,9 @@ def test_one_forward_at_a_time_keeps() -> None:
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     mask = a_mask(case)
     call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
-    first, second = (apply(hidden, weight, case.targets, call) for _ in range(2))
+    first, second = (losses_of(hidden, weight, case.targets, call) for _ in range(2))
     first.backward(mask)
-    third = apply(hidden, weight, case.targets, call)
+    third = losses_of(hidden, weight, case.targets, call)
     assert [chunking.keeps for chunking in said] == [True, False, True]
     second.backward(mask)
     third.backward(mask)
@@ -304,16 +310,16 @@ def test_who_keeps_depends_on_no_garbage(lives: bool) -> None:
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     mask = a_mask(case)
     call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
-    losses = [apply(hidden, weight, case.targets, call)]
+    losses = [losses_of(hidden, weight, case.targets, call)]
     if not lives:
         losses.clear()
-    losses += [apply(hidden, weight, case.targets, call) for _ in range(4)]
+    losses += [losses_of(hidden, weight, case.targets, call) for _ in range(4)]
     assert [chunking.keeps for chunking in said] == [True, False, False, False, True]
     losses[0].backward(mask)  # that had kept first, and gave up
     losses[-1].backward(mask)
     expected = oracle(case, 2 * mask)
     assert errors(Result(losses[0], hidden.grad, weight.grad), expected)[1:] < [TOLERANCE] * 2
-    apply(hidden, weight, case.targets, call)
+    losses_of(hidden, weight, case.targets, call)
     assert said[-1].keeps
 
 
@@ -323,6 +329,6 @@ def test_three_wrong_in_a_row_end_it(caplog: pytest.LogCaptureFixture) -> None:
     mask = a_mask(case)
     call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
     for grad in (case.grad, case.grad, mask, *4 * [case.grad]):
-        apply(hidden, weight, case.targets, call).backward(grad)
+        losses_of(hidden, weight, case.targets, call).backward(grad)
     assert [chunking.keeps for chunking in said] == [True] * 6 + [False]
     assert caplog.text.count("no multiple of the loss mask") == 1

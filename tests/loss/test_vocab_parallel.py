@@ -15,6 +15,7 @@ from tests.loss.oracle import (
     Result,
     errors,
     from_logits,
+    in_one,
     make_case,
     oracle,
     relative_error,
@@ -52,13 +53,14 @@ def on_a_rank(team: Team, case: Case, sequence_parallel: bool, arguments: Any) -
     try:
         for name in originals:
             setattr(dist, name, counting(name))
-        loss = linear_cross_entropy(
+        made = linear_cross_entropy(
             *(hidden, weight, case.targets),
             group=team.group,
             sequence_parallel=sequence_parallel,
             **arguments,
         )
-        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight), case.grad.to(loss.dtype))
+        loss, grad = in_one(made, case.grad)
+        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight), grad)
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
@@ -98,8 +100,10 @@ HARD = {
     "a token a rank and sequence": make_case((4, 1)),
     "no token": make_case((4, 0)),
     "all ignored": make_case((8, 3))._replace(targets=torch.full((8, 3), -100)),
+    "those of one rank ignored": make_case((8, 3)),
     "large logits of one rank": make_case((8, 3))._replace(hidden=1e3 * make_case((8, 3)).hidden),
 }
+HARD["those of one rank ignored"].targets[2:4] = -100
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -123,6 +127,7 @@ def test_hardly_any_tokens_and_large_logits(
 
 def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     case = make_case((8, 3))
+    case.targets.fill_(1)  # none is left out
     options = {"chunk_size": 2}
     (whole, _) = workers.run(2, on_a_rank, case, False, options)
     assert whole.collectives == ["statistics", "all_reduce"]
@@ -138,7 +143,7 @@ def test_statistics_combined_block_by_block_are_the_same(
     workers: WorkerPool, objective: str, sequence_parallel: bool
 ) -> None:
     arguments = OBJECTIVES[objective]
-    case = make_case((64, 8), vocabulary=4096)
+    case = make_case((80, 8), vocabulary=4096)
     options = {"memory_mb": 0.25, **arguments}
     shares = workers.run(2, on_a_rank, case, sequence_parallel, options)
     assert shares[0].collectives.count("statistics") > 2, "the case has several blocks"

@@ -233,7 +233,7 @@ class ChunkedLoss:
             on_chunking=functools.partial(self._say_chunking, logits.weight),
             on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
-        return apply(hidden, logits.weight, logits.labels.t(), call).t().contiguous()
+        return apply(hidden, logits.weight, logits.labels.t(), call)[0].t().contiguous()
 
     def _say_chunking(self, weight: Tensor, chunking: Chunking) -> None:
         plain = why_plain(weight.device, weight.dtype)
