@@ -17,12 +17,17 @@ from megatron_burst.loss.vocabulary import Vocabulary
 
 @overload
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[True], **settings: Any
-) -> tuple[Tensor, Tensor]: ...
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    entropy: Literal[False] = False,
+    **settings: Any,
+) -> Tensor: ...
 @overload
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, **settings: Any
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[True], **settings: Any
+) -> tuple[Tensor, Tensor]: ...
 def linear_cross_entropy(  # type: ignore[misc]  # its settings are spelled out
     hidden: Tensor,
     weight: Tensor,

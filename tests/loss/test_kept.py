@@ -332,3 +332,15 @@ def test_three_wrong_in_a_row_end_it(caplog: pytest.LogCaptureFixture) -> None:
         losses_of(hidden, weight, case.targets, call).backward(grad)
     assert [chunking.keeps for chunking in said] == [True] * 6 + [False]
     assert caplog.text.count("no multiple of the loss mask") == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_gradients_of_zero_are_not_wrong(made: list[int], share: float) -> None:
+    """As of a micro-batch that is masked whole, or whose loss is dropped."""
+    case, call = make_case(), Call(weights=torch.full((3, 7), share))
+    inputs = case.hidden.clone().requires_grad_(), case.weight
+    for _ in range(4):
+        losses_of(*inputs, case.targets, call).backward(torch.zeros(3, 7))
+    made.clear()
+    losses_of(*inputs, case.targets, replace(call, weights=torch.ones(3, 7))).sum().backward()
+    assert sum(made) == (case.targets >= 0).sum(), "logits are still made once"

@@ -28,7 +28,7 @@ from megatron_burst.config import LmHeadConfig  # noqa: E402
 from megatron_burst.loss.kept import Kept  # noqa: E402
 from megatron_burst.loss.products import LogitsGradient, OwnSum  # noqa: E402
 from megatron_burst.plugin.hooks import lm_head  # noqa: E402
-from megatron_burst.plugin.hooks.lm_head import ChunkedHead, UnmadeLogits  # noqa: E402
+from megatron_burst.plugin.hooks.lm_head import ChunkedHead, UnmadeLogits, log_probs  # noqa: E402
 from megatron_burst.plugin.hooks.main_grad import MainGradSum, fused_kernel, weight_sum  # noqa: E402
 from tests.loss.bare_models import HEADS, KINDS, bare  # noqa: E402
 from tests.loss.test_memory import LIMIT_MB, MIB, K, peak_bytes  # noqa: E402
@@ -98,6 +98,37 @@ def test_losses_gradients_and_counts_are_those_of_the_logits(
         logged.clear()
     for ours, expected in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("settings", ["plain", "tied", "width-scaled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_and_entropies_of_given_tokens(kind: str, settings: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad, found = torch.randn(BATCH, TOKENS, 2, generator=generator), []
+    labels = LABELS.clone()
+    labels[1, :2] = -100
+    plain, chunked = (model(kind, **SETTINGS[settings]) for _ in range(2))
+    logs = (run(plain, None) / 0.7).log_softmax(-1)
+    of_labels = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    expected = torch.stack([of_labels, -(logs.exp() * logs).sum(-1)], -1)
+    expected = expected * (labels >= 0)[..., None]
+    call = dict.fromkeys(("input_ids", "position_ids", "attention_mask"))
+    wrapped = torch.nn.Sequential(in_chunks(chunked))
+    wrapped.forward = lambda **arguments: wrapped[0](**arguments)
+    ours = log_probs(wrapped, labels, 0.7, **call)
+    for made, result in ((plain, expected), (chunked, ours)):
+        (result * grad).sum().backward()
+        found.append([result.detach(), *(p.grad for p in made.parameters())])
+    for of_plain, of_chunked in zip(*found, strict=True):
+        torch.testing.assert_close(of_chunked, of_plain)
+    assert run(chunked).shape == LABELS.shape, "calls after it are as before"
+
+
+def test_log_probabilities_are_refused() -> None:
+    with pytest.raises(ValueError, match="pass --lm-head-loss chunked"):
+        log_probs(model(), LABELS)
+    with pytest.raises(ValueError, match="temperature must be positive and finite, got 0"):
+        log_probs(in_chunks(model()), LABELS, 0.0)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,9 +1,11 @@
 """The chunked loss in the place of logits and loss, attached to one built model."""
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class ChunkedHead:
     """A pre-wrap hook of Megatron's model builders that gives models the chunked loss.
 
     Append it to `pre_wrap_hooks` of a GPTModelConfig or HybridModelConfig. Calls without labels
-    keep Megatron's logits.
+    keep Megatron's logits; `log_probs` is for those that want them of given tokens alone.
     """
 
     def __init__(self, config: LmHeadConfig) -> None:
@@ -95,6 +97,43 @@ def _check_memory(model: LanguageModel, config: LmHeadConfig) -> None:
     within(least, int(config.memory_mb * MIB))
 
 
+def log_probs(model: torch.nn.Module, tokens: Tensor, temperature: float = 1.0, **call: Any) -> Any:
+    """Call a model for the log-probabilities of given tokens and the entropies, without logits.
+
+    With the chunked loss attached it equals, without gathered logits or any of -100:
+
+        logits = model(**call).float() / temperature  # [batch, sequence, vocabulary]
+        logs = logits.log_softmax(-1)
+        entropy = -(logs.exp() * logs).sum(-1)
+        return torch.stack([logs.gather(-1, tokens[..., None])[..., 0], entropy], -1)
+
+    Args:
+        model: a GPTModel or HybridModel, or what Megatron wrapped around it.
+        tokens: [batch, sequence], as labels are: at each position the token that follows. -100 is
+            skipped, with zeros.
+        temperature: by which the logits are divided.
+        call: the arguments of the model, without labels.
+
+    Returns:
+        [batch, sequence, 2] in float32, both with gradients; of a pipeline stage before the last
+        what the model returns.
+
+    Raises:
+        ValueError: a temperature that is not positive, or a last stage without the chunked loss.
+    """
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    inner = next(module for module in model.modules() if isinstance(module, LanguageModel))
+    head = getattr(inner.compute_language_model_loss, "__self__", None)
+    if not inner.post_process:
+        return model(**call)
+    if not isinstance(head, ChunkedLoss):
+        raise ValueError("log_probs needs the chunked loss: pass --lm-head-loss chunked")
+    with head.at_temperature(temperature):
+        losses, entropies = model(**call, labels=tokens).unbind(-1)
+    return torch.stack([-losses, entropies], -1)
+
+
 class UnmadeLogits:
     """Stands in for logits [tokens, batch, rows] between the output layer and the loss.
 
@@ -145,6 +184,7 @@ class ChunkedLoss:
         self._megatrons: Callable[[Tensor, Any], Tensor] = model.compute_language_model_loss
         self._labels: Tensor | None = None  # of a call; also its loss mask
         self._mask: Tensor | None = None
+        self._temperature: float | None = None  # of a call that wants entropies, too
         self._keeper, self._per_token = Keeper(), model.config.calculate_per_token_loss
         self._counts = bool(model.config.mtp_num_layers)
         self._said: set[str] = set()
@@ -165,6 +205,15 @@ class ChunkedLoss:
 
     def _after(self, *_: Any) -> None:
         self._labels = self._mask = None
+
+    @contextlib.contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Make losses [batch, tokens, 2] in calls meanwhile, with entropies, at a temperature."""
+        self._temperature = temperature
+        try:
+            yield
+        finally:
+            self._temperature = None
 
     def _weights(self, labels: Tensor) -> Tensor | None:
         """Return what Megatron's loss multiplies the losses by, but for a factor.
@@ -220,9 +269,11 @@ class ChunkedLoss:
     def _made(self, logits: UnmadeLogits, hidden: Tensor) -> Tensor:
         assert logits.labels is not None
         weights = self._weights(logits.labels)
+        temperature = self._temperature if logits.labels is self._labels else None
         call = Call(
             ignore_index=IGNORED,
-            logit_scale=logits.scale,
+            logit_scale=logits.scale / (temperature or 1.0),
+            entropy=temperature is not None,
             chunk_size=self._config.chunk_size,
             memory_mb=self._config.memory_mb,
             group=self._layer.tp_group,
@@ -233,7 +284,10 @@ class ChunkedLoss:
             on_chunking=functools.partial(self._say_chunking, logits.weight),
             on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
         )
-        return apply(hidden, logits.weight, logits.labels.t(), call)[0].t().contiguous()
+        made = apply(hidden, logits.weight, logits.labels.t(), call)
+        if temperature is not None:
+            return torch.stack(made, -1).transpose(0, 1)
+        return made[0].t().contiguous()
 
     def _say_chunking(self, weight: Tensor, chunking: Chunking) -> None:
         plain = why_plain(weight.device, weight.dtype)
