@@ -255,7 +255,7 @@ class LmHeadConfig:
 
     memory_mb: int | None = None
     """How much memory, in MiB, --lm-head-loss chunked may take on a rank beside the hidden states,
-    the weight, their gradients and up to 32 bytes a token (default: 512, or as much as chunks of
+    the weight, their gradients and up to 40 bytes a token (default: 512, or as much as chunks of
     2048 tokens take). With room for the weight's gradient in float32, too, logits are made once,
     not in forward and backward; by default where that takes at most 1024."""
 

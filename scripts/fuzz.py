@@ -245,7 +245,7 @@ def attempt(team: Team, case: Case) -> Tensors | str:
     except ValueError as error:
         return str(error)
     with _autocast(case, case.seed % 3 > 0):
-        _backward(case, call, leaves, again, dout.to(again.dtype))
+        _backward(case, call, leaves, *loss_oracle.in_one(again, dout))
     found["out"] = again.detach()
     return found | {n: x.grad for n, x in leaves.items() if x.grad is not None}
 
@@ -253,8 +253,13 @@ def attempt(team: Team, case: Case) -> Tensors | str:
 def _call(case: Case, team: Team, targets: Tensor | None, found: Tensors) -> Call:
     if case.kind == "loss":
         group = team.group if case.ranks > 1 else None
-        loss = burst.linear_cross_entropy
-        return lambda hidden, weight: loss(hidden, weight, targets, group=group, **case.given)
+
+        def losses(hidden: Tensor, weight: Tensor) -> Tensor:
+            given = {"group": group, **case.given}
+            made = burst.linear_cross_entropy(hidden, weight, targets, **given)
+            return made if isinstance(made, Tensor) else torch.stack(made)
+
+        return losses
     context = team.context(burst.BurstConfig(timeout_seconds=TIME_LIMIT, **case.config))
     given = {"mask": case.masking.mask, **case.given}
     if case.kind == "latents":

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,16 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look at it, whenever a test asks for one."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def signals_are_as_before() -> Iterator[None]:
+    """What starts processes sets them; those of later tests would inherit what is ignored."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 @cache

@@ -75,13 +75,13 @@ def linear_cross_entropy(  # type: ignore[misc]  # its settings are spelled out
             all ranks and in order of the ranks.
         targets: [...], integers; the same on all ranks of the group.
         chunk_size: tokens a chunk; under sequence parallelism at least one of every rank.
-        memory_mb: limit in MiB for all that is alive beside the inputs, the weight, their
-            gradients and up to 32 bytes a token (48 for float64: loss, lse, target, gradient), so
-            that no length is too great; chunks are as large as it allows. If neither this nor
-            chunk_size is given, 512 or as much as chunks of 2048 tokens take. Where the weight is
-            narrower than float32 the sum of dW counts; if it takes more than half of the limit and
-            leaves no room for such chunks, dW is made in blocks of rows, for which the logits are
-            computed once more.
+        memory_mb: limit in MiB for all that is alive beside the inputs, the weight, their gradients
+            and up to 32 bytes a token (48 for float64: loss, lse, target, gradient; 8 more where
+            tokens are left out, 12 with entropies), so that no length is too great; chunks are as
+            large as it allows. If neither this nor chunk_size is given, 512 or as much as chunks of
+            2048 tokens take. Where the weight is narrower than float32 the sum of dW counts; if it
+            takes more than half of the limit and leaves no room for such chunks, dW is made in
+            blocks of rows, for which the logits are computed once more.
         ignore_index: targets that make no loss and no gradient.
         label_smoothing: as in F.cross_entropy, over the whole vocabulary also where it is spread
             (Megatron's own smooths over a rank's part, so its loss depends on the ranks).
