@@ -83,8 +83,8 @@ def from_logits(
 def in_one(made: Tensor | tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and their gradients; with entropies, which get other gradients, one tensor of each."""
     made = made if isinstance(made, Tensor) else torch.stack(made)
-    grad = grad if made.dim() == grad.dim() else torch.stack([grad, 0.7 * grad.flip(0)])
-    return made, grad.to(made.dtype)
+    grad = grad.to(made.dtype)
+    return made, grad if made.dim() == grad.dim() else torch.stack([grad, 0.7 * grad.flip(0)])
 
 
 def oracle(case: Case, grad: Tensor | None = None, **objective: Any) -> Result:
