@@ -17,6 +17,7 @@ from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import get_args
 
 from megatron_burst.config import BurstConfig, LayoutName
+from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -212,7 +213,7 @@ def _hooks(
 ) -> Iterator[Callable[..., Any]]:
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
-        moves = shared.config.layout is not LayoutName.ZIGZAG
+        moves = shared.config.layout is not LayoutName.ZIGZAG or shared.scan_layout is not zigzag
         if moves or settings.has_documents:
             yield SequenceHooks(shared, batches.cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:

@@ -81,7 +81,7 @@ class StackWithContexts:
     ) -> Any:
         """Return the stack, built with what Megatron has `given`."""
         pattern = "".join(given["layer_type_list"])
-        reasons = pattern_refusals(pattern, shared.config.layout, config)
+        reasons = pattern_refusals(pattern, config)
         refuse_all("burst cannot run this hybrid stack", reasons)
         shared.contexts.of(config, given["pg_collection"])
         return stack(config, **given)

@@ -38,8 +38,6 @@ def refusals(settings: Any) -> list[str]:
         settings: Megatron's parsed arguments or a TransformerConfig. A limit whose name it does
             not have does not apply to it.
     """
-    pattern = layer_pattern(settings)
-    layout = getattr(settings, "burst_layout", LayoutName.ZIGZAG)
     checks = (
         _graph_refusals,
         _window_refusals,
@@ -51,7 +49,7 @@ def refusals(settings: Any) -> list[str]:
     return [
         *beyond({**LIMITS, **DEV_LIMITS}, settings),
         *others,
-        *pattern_refusals(pattern, layout, settings),
+        *pattern_refusals(layer_pattern(settings), settings),
     ]
 
 
@@ -82,7 +80,7 @@ def documents_flag(args: Any) -> str | None:
     return next((name for name in names if getattr(args, name, False)), None)
 
 
-def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterator[str]:
+def pattern_refusals(pattern: str | None, settings: Any) -> Iterator[str]:
     """Yield why layers of a hybrid layer pattern cannot run beside ours; see `refusals`."""
     pattern = pattern or ""
     if sparse := " ".join(sorted({*pattern} & {*"DCHW"})):  # the last three are dev's
@@ -94,12 +92,6 @@ def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterato
         yield (
             f"a stage without layers in the pattern {pattern}: Megatron frees what it passes on, "
             "and gradients of the stages before it are wrong: give it a layer, or drop its |"
-        )
-    found = recurrent_layers(pattern)
-    if layout != LayoutName.ZIGZAG and found:
-        yield (
-            f"{found} layers undo Megatron's zigzag by themselves and know no other order: "
-            f"drop --burst-layout {layout}"
         )
     ranks = getattr(settings, "tensor_model_parallel_size", 1)
     if "G" in pattern and ranks > 1 and not settings.sequence_parallel:

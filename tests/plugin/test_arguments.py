@@ -364,13 +364,8 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
         (HYBRID + "D-M-", "D in the pattern D-M-: DeepSeek sparse .*: take [+] .* or drop --cont"),
         (HYBRID + "'*-/D'", "D in the pattern [*]-/D"),
         (
-            f"{HYBRID} 'M*-G' {SEGMENTED}",
-            r"M \(Mamba\) and G \(gated delta net\) layers .*: drop --burst-layout seg",
-        ),
-        (f"{HYBRID} '*-/G' {SEGMENTED}", r"G \(gated delta net\) layers undo Megatron's zigzag"),
-        (
-            f"{HYBRID} '*-M-' {DOCUMENTS}",
-            r"M \(Mamba\) layers take every document .* drop --dataloader-inter-document-mask",
+            f"{HYBRID} '*-MG' {DOCUMENTS}",
+            r"M \(Mamba\) and G \(gated delta net\) layers take every .* drop --dataloader-inter",
         ),
         (f"{HYBRID} '*-M-' --sft", r"sft = True: M \(Mamba\) layers were not shown .*: drop --sft"),
         (
@@ -384,7 +379,6 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
         ),
         # A GPT with gated delta nets.
         (GDN + "--tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        (GDN + SEGMENTED, "G .* layers undo Megatron's zigzag by .*: drop --burst-layout seg"),
         (GDN + DOCUMENTS, r"G \(gated delta net\) layers take every .* drop --dataloader-inter"),
         (GDN + "--sft", r"sft = True: G \(gated delta net\) layers were not shown .*: drop --sft"),
         (

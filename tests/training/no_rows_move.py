@@ -11,5 +11,5 @@ def main() -> None:
     def carry(*_: object) -> NoReturn:
         raise AssertionError("rows move inside the model")
 
-    row_exchange._carry = carry
+    row_exchange.carry = carry
     pretrain_gpt.main()

@@ -67,6 +67,11 @@ GDN = (
     "--swiglu --linear-key-head-dim 16 --linear-value-head-dim 8 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8"
 )
+SEGMENTED = "--burst-layout segmented-zigzag"
+BLOCKS = (
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+    "--recompute-attention-fraction 0.5 --burst-recompute-offload"
+)
 # The pattern without stages, further flags of the model, its stages, ranks and their flags.
 CASES: dict[str, tuple[str, str, str, int, str]] = {
     "CP 2, experts": ("*E*-", EXPERTS, "", 2, CP2),
@@ -126,6 +131,30 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
     "TP 2 x CP 2, sequence parallel, GDN and experts": (
         *("G*EG*E", f"{EXPERTS} {GDN}", ""),
         *(4, f"{CP2} {TP2} --sequence-parallel"),
+    ),
+    "CP 2, segmented zigzag, Mamba": ("M*-", MAMBA, "", 2, f"{CP2} {SEGMENTED}"),
+    "CP 4, segmented zigzag, Mamba, GDN, recompute": (
+        *("MG*-", f"{MAMBA} {GDN}", ""),
+        *(4, f"--context-parallel-size 4 {SEGMENTED} {RECOMPUTE}"),
+    ),
+    "TP 2 x CP 2, sequence parallel, segmented zigzag, GDN and experts": (
+        *("G*EG", f"{EXPERTS} {GDN}", ""),
+        *(4, f"{CP2} {TP2} --sequence-parallel {SEGMENTED}"),
+    ),
+    "PP 2 x CP 2, segmented zigzag, border between stages, fraction 0.5": (
+        *("M*G-", f"{MAMBA} {GDN}", "M|*G-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {SEGMENTED} {RECOMPUTE}"),
+    ),
+    "PP 2 x CP 2, segmented zigzag, borders inside stages, offload, MLPs in chunks": (
+        *("M*-M", MAMBA, "M*-|M"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {SEGMENTED} {BLOCKS} --mlp-chunks 2"),
+    ),
+    "CP 2, segmented zigzag, Mamba, MTP": (
+        "M*-/G*M/G*M",
+        f"{MAMBA} {GDN}",
+        "",
+        2,
+        f"{CP2} {SEGMENTED}",
     ),
     "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }

@@ -1,8 +1,10 @@
 """What the layers of one model share."""
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_burst.config import BurstConfig, Check, LayoutName
+from megatron_burst.plans.visibility.layout import Layout, zigzag
 from megatron_burst.plugin.attention.contexts import Contexts
 from megatron_burst.plugin.attention.documents import PackedDocuments, Reader
 from megatron_burst.plugin.attention.masks import Masks
@@ -31,6 +33,7 @@ class SharedState:
             self.checkpoints = Checkpoints(fraction, config.recompute_offload)
         verifies = config.check is Check.REFERENCE
         self.verification = Verification(self.masks.table) if verifies else None
+        self.scan_layout: Callable[[int, int], Layout] = zigzag  # of layers with a state
         self.whole = PackedDocuments()  # what a sequence without documents is
         self.read = Reader()
 

@@ -1,4 +1,4 @@
-"""Moves rows between layouts of context-parallel ranks: each to the rank that holds it there."""
+"""Moves rows between layouts of ranks: each to the rank that holds it there, and gradients back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,10 @@ class Moves:
     def back(self) -> "Moves":
         """The same the other way round."""
         return Moves(self.arrive, self.received, self.leave, self.sent)
+
+    def rows_sent(self, rank: int) -> int:
+        """Return how many rows this rank sends to others."""
+        return sum(self.sent) - self.sent[rank]
 
     def on(self, device: torch.device) -> "Moves":
         """Return them with the rows on a device."""
@@ -99,7 +103,7 @@ class RowExchange:
         if not self.is_needed:
             return dict(given)
         parts = {name: _bytes(x) for name, x in given.items()}
-        carried = _carry(torch.cat([*parts.values()], 1), self._to_ours, self.group)
+        carried = carry(torch.cat([*parts.values()], 1), self._to_ours, self.group)
         pieces = carried.split([part.shape[1] for part in parts.values()], 1)
         return {
             name: piece.contiguous().view(x.dtype).t().contiguous()
@@ -110,7 +114,7 @@ class RowExchange:
         """Return this rank's rows in the caller's layout of [batch, rows, ...]; differentiable."""
         if not self.is_needed:
             return x
-        return _carry(x.transpose(0, 1), self._to_ours.back, self.group).transpose(0, 1)
+        return carry(x.transpose(0, 1), self._to_ours.back, self.group).transpose(0, 1)
 
     def next(self, x: Tensor) -> Tensor:
         """Return what comes next in its document for each row of [batch, rows] in our layout.
@@ -122,7 +126,7 @@ class RowExchange:
                 f"MTP moves tensors of {self.ours.local_tokens} tokens a rank, not "
                 f"{tuple(x.shape)}: a padding mask under --sequence-parallel is cut up before it"
             )
-        moved = _carry(_bytes(x), self._to_next, self.group)
+        moved = carry(_bytes(x), self._to_next, self.group)
         return moved.view(x.dtype).t().contiguous()
 
 
@@ -132,22 +136,25 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 class _Carry(torch.autograd.Function):
-    """The rows [rows, ...] that arrive; where none comes there is zero."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
         ctx.arguments = moves, group
         leaving = x.index_select(0, moves.leave)
         arriving = x.new_empty(len(moves.arrive), *x.shape[1:])
         dist.all_to_all_single(arriving, leaving, moves.received, moves.sent, group)
-        return torch.zeros_like(x).index_copy_(0, moves.arrive, arriving)
+        result = torch.empty_like if len(moves.arrive) == len(x) else torch.zeros_like
+        return result(x).index_copy_(0, moves.arrive, arriving)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         moves, group = ctx.arguments
-        return _carry(gradient, moves.back, group), None, None
+        return carry(gradient, moves.back, group), None, None
 
 
-def _carry(x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
+def carry(x: Tensor, moves: Moves, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows [rows, ...] that arrive, zero where none comes; collective, differentiable.
+
+    One all-to-all: a message to each rank that gets rows. Backward it is that of `moves.back`.
+    """
     carried: Tensor = _Carry.apply(x, moves, group)
     return carried

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron_burst.plugin.attention.documents import PackedDocuments, read_docu
 from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
+from megatron_burst.plugin.hooks.layer_moves import LayerMoves
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
@@ -80,6 +81,9 @@ class SequenceHooks:
             queries_a_key = config.num_attention_heads // config.num_query_groups
             layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
             stage = _StageHooks(model, layout, self._cut, documents_apart=self._apart)
+            pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(config)
+            if found := recurrent_layers(pattern):
+                stage.let_layers_differ(found, self._shared.scan_layout)
             moves = self._shared.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
@@ -91,9 +95,6 @@ def _check_model(model: Any) -> None:
     what = "documents, and layouts other than zigzag,"
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{what} need a {NAMES}, not a {type(model).__name__}")
-    pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(model.config)
-    if found := recurrent_layers(pattern):
-        raise ValueError(f"{what} cannot be followed by {found} layers")
 
 
 def _check_core_attention(model: Any) -> None:
@@ -156,10 +157,20 @@ class _StageHooks:
             apart=documents_apart,
             layout_of=layouts.of,
         )
+        self._refused = ""
+        self._layer_moves: LayerMoves | None = None
+        self._model: LanguageModel = model
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, with_kwargs=True)
+
+    def let_layers_differ(self, scans: str, layout: Callable[[int, int], Layout]) -> None:
+        """Move rows where layers change from attention's layout to that of scans, and back."""
+        if layout is zigzag:  # Megatron's own
+            self._refused = f"documents cannot be followed by {scans} layers"
+        if self._context.ranks > 1:
+            self._layer_moves = LayerMoves(self._model, self._context, layout)
 
     def layout_of(self, batch: Mapping[str, Any], tokens: int) -> Layout | None:
         """Return the layout for a whole batch; None where each document is in zigzag by itself."""
@@ -180,8 +191,13 @@ class _StageHooks:
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         if packed is not None:
+            if self._refused:
+                raise ValueError(self._refused)
             given["packed_seq_params"] = self._read(packed)
             _flatten_input(model.decoder)
+        if self._layer_moves is not None and (mask := given.get("padding_mask")) is not None:
+            layout = getattr(given.get("packed_seq_params"), "layout", None)
+            self._layer_moves.check(mask.shape[1] * self._context.ranks, layout)
         tensors = _per_token(given)
         if tensors and self._context.group is not None:
             exchange = self._exchange_of(tensors, given)

@@ -1,0 +1,85 @@
+"""In which layout each layer of a model runs, by the kinds of its layers alone.
+
+    pattern   M - G * E M *        M, G: scans; *, +: attention; others take what is there
+    layout    s s s a a s a        and a before the first layer and behind the last
+
+Rows move where the letter changes, so once at a border and not around a layer, and every pipeline
+stage knows in which layout it receives: that in which the layer before ran.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
+
+from megatron_burst.plans.visibility.layout import Layout
+
+
+class Side(StrEnum):
+    """Whose layout the rows have."""
+
+    ATTENTION = "a"
+    SCANS = "s"
+
+
+_WANTED = {"M": Side.SCANS, "G": Side.SCANS, "*": Side.ATTENTION, "+": Side.ATTENTION}
+
+
+def sides(kinds: Sequence[str]) -> list[Side]:
+    """Return where each layer runs, of the layers' symbols in their order; 0 is before the first.
+
+    Layers without a layout of their own run in the one that is there. [layers + 1]
+    """
+    found = [Side.ATTENTION]
+    for kind in kinds:
+        found.append(_WANTED.get(kind, found[-1]))
+    return found
+
+
+def moves(found: Sequence[Side]) -> int:
+    """Return how often rows move in a forward, on the way back behind the last layer, too."""
+    return sum(a is not b for a, b in zip(found, [*found[1:], Side.ATTENTION], strict=True))
+
+
+def layer_kinds(model: Any) -> str:
+    """Return the symbols of all decoder layers of a GPTModel or HybridModel, of all its stages."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        return str(pattern).partition("/")[0].replace("|", "")
+    if model.config.experimental_attention_variant is None:
+        return "*" * int(model.config.num_layers)
+    return "".join("G" if linear else "*" for linear in get_linear_attention_pattern(model.config))
+
+
+def over_tensor_ranks(layout: Layout, ranks: int) -> Layout:
+    """Return what tensor-parallel ranks hold under sequence parallelism, [P * ranks] shards.
+
+    Each has as many of its context-parallel rank's rows, in their order.
+    """
+    if ranks == 1:
+        return layout
+    size, rest = divmod(layout.local_tokens, ranks)
+    if rest:
+        raise ValueError(
+            f"{layout.local_tokens} tokens a context-parallel rank do not divide over {ranks} "
+            "tensor-parallel ranks: change --seq-length or --tensor-model-parallel-size"
+        )
+    cuts = (
+        _cut(shard, rank * size, (rank + 1) * size)
+        for shard in layout.shards
+        for rank in range(ranks)
+    )
+    return Layout(tuple(cuts))
+
+
+def _cut(shard: Sequence[range], start: int, stop: int) -> tuple[range, ...]:
+    """Return the positions of the rows `start` to `stop`."""
+    found = []
+    for positions in shard:
+        inside = positions[max(0, start) : max(0, stop)]
+        start, stop = start - len(positions), stop - len(positions)
+        found.append(inside)
+    return tuple(part for part in found if part)

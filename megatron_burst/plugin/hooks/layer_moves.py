@@ -1,0 +1,139 @@
+"""Moves the rows of hidden states where layers of a model run in different layouts."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.plans.visibility.layout import Layout
+from megatron_burst.plugin.hooks.layer_layouts import (
+    Side,
+    layer_kinds,
+    moves,
+    over_tensor_ranks,
+    sides,
+)
+from megatron_burst.plugin.hooks.row_exchange import Moves, carry, find_moves
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 32  # two ways, of the micro-batches that are under way
+
+
+class LayerMoves:
+    """Stands in for the forward of those layers of a stage before which rows move.
+
+    Inside of it, so that whoever looks at what a layer is given sees what the layer before it
+    returned. A checkpoint that begins with the layer saves the rows before they move. Between
+    stages they cross in the layout of the layer before.
+
+    Args:
+        model: the pipeline stage.
+        context: of its context-parallel ranks, two or more.
+        scans: makes the layout of layers with a state, of the tokens and the number of ranks.
+
+    Raises:
+        ValueError: sequence parallelism whose ranks are in another order.
+    """
+
+    def __init__(
+        self, model: Any, context: BurstContext, scans: Callable[[int, int], Layout]
+    ) -> None:
+        self._context, self._scans = context, scans
+        config, groups = model.config, model.pg_collection
+        self._spread = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        assert context.group is not None
+        self._group: dist.ProcessGroup = groups.tp_cp if self._spread > 1 else context.group
+        self._moves_of = functools.lru_cache(_KEPT)(self._find)
+        self._kinds = layer_kinds(model)
+        self._count = moves(sides(self._kinds))
+        if self._spread > 1 and self._group.rank() != (
+            context.rank * self._spread + groups.tp.rank()
+        ):
+            raise ValueError(
+                "rows move between layers under --sequence-parallel where the ranks of tp_cp are "
+                "those of tp for each of cp, as Megatron's are in its default order"
+            )
+        self._attach(model.decoder, self._kinds, is_last=model.post_process)
+        for stack in _mtp_stacks(model):
+            self._attach(stack, stack.layer_type_list, is_last=True)
+
+    def _attach(self, stack: Any, kinds: Any, *, is_last: bool) -> None:
+        found = sides(kinds)
+        for layer in stack.layers:
+            held, wanted = found[layer.layer_number - 1 : layer.layer_number + 1]
+            if held is not wanted:
+                layer.forward = self._moved_first(layer.forward, held, wanted)
+        if is_last and found[-1] is not Side.ATTENTION:
+            stack.register_forward_hook(self._moved_back, with_kwargs=True)
+
+    def check(self, tokens: int, layout: Layout | None) -> None:
+        """Refuse the padding mask of a micro-batch that experts would read in another layout."""
+        pairs = zip(self._kinds, sides(self._kinds)[1:], strict=True)
+        apart = any(kind == "E" and side is Side.SCANS for kind, side in pairs)
+        ours = [self._layout(side, tokens, layout) for side in Side]
+        if apart and ours[0] != ours[1]:
+            raise ValueError(
+                "padding_mask stays in the layout of attention while hidden states move before "
+                f"experts of the pattern {self._kinds}: put an attention layer before them"
+            )
+
+    def _moved_first(
+        self, forward: Callable[..., Any], held: Side, wanted: Side
+    ) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            hidden = args[0] if args else named.pop("hidden_states")
+            moved = self.move(hidden, held, wanted, named.get("packed_seq_params"))
+            return forward(moved, *args[1:], **named)
+
+        return run
+
+    def _moved_back(self, _: Any, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        packed = kwargs.get("packed_seq_params")
+        return self.move(output, Side.SCANS, Side.ATTENTION, packed)
+
+    def move(self, hidden: Tensor, held: Side, wanted: Side, packed: Any) -> Tensor:
+        """Return the hidden states [rows, batch, hidden] in the other layout; differentiable.
+
+        An all-to-all: a rank takes for a moment three times their memory. Nothing runs beside it,
+        for all that follows reads its rows, and their gradients all that comes before.
+        """
+        layout = getattr(packed, "layout", None)
+        tokens = len(hidden) * self._spread * self._context.ranks
+        found = self._moves_of(held, wanted, tokens, layout, hidden.device)
+        if found is None:
+            return hidden
+        if self._context.should_log((LayerMoves, tokens)):
+            logger.info(
+                "layers of two layouts: rows move %d times a forward, between the layers %s; "
+                "each time this rank sends %.3g MiB, backward as well",
+                *(self._count, self._kinds),
+                found.rows_sent(self._group.rank()) * hidden[0].nbytes / 2**20,
+            )
+        return carry(hidden, found, self._group)
+
+    def _find(
+        self, held: Side, wanted: Side, tokens: int, layout: Layout | None, device: torch.device
+    ) -> Moves | None:
+        pair = [self._layout(side, tokens, layout) for side in (held, wanted)]
+        if pair[0] == pair[1]:
+            return None
+        before, after = (over_tensor_ranks(each, self._spread) for each in pair)
+        return find_moves(before, after, self._group.rank()).on(device)
+
+    def _layout(self, side: Side, tokens: int, layout: Layout | None) -> Layout:
+        if side is Side.SCANS:
+            return self._scans(tokens, self._context.ranks)
+        return layout or self._context.layout(tokens)
+
+
+def _mtp_stacks(model: Any) -> Iterator[Any]:
+    """Yield the stacks of a HybridModel's multi-token prediction."""
+    for layer in getattr(getattr(model, "mtp", None), "layers", ()):
+        if hasattr(layer.mtp_model_layer, "layer_type_list"):
+            yield layer.mtp_model_layer
