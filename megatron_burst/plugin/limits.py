@@ -23,6 +23,8 @@ OFF: tuple[Any, ...] = (None, False, 0, "")
 WORKING: Mapping[str, tuple[Any, ...]] = {
     "attention_backend": (None, "auto"),
     "cp_partition_mode": (None, "zigzag"),
+    "attention_cp_layout": (None, "zigzag"),
+    "linear_cp_layout": (None, "zigzag"),
     "cuda_graph_impl": (None, "none", "local", "transformer_engine"),
     "experimental_attention_variant": (None, "gated_delta_net"),
 }
@@ -87,6 +89,8 @@ DEV_LIMITS = with_remedies(
         "our layouts begin from zigzag: drop --cp-partition-mode contiguous, or take "
         "--burst-layout balanced"
     ),
+    attention_cp_layout="our layouts begin from zigzag: drop --attention-cp-layout",
+    linear_cp_layout="our layouts begin from zigzag: drop --linear-cp-layout",
     use_varlen_dataset="it was not shown to be right: drop --use-varlen-dataset, or take --sft",
     rotary_base_per_layer=(
         "its embeddings take the rows of a rank for a whole sequence: drop --rotary-base-per-layer"

@@ -62,7 +62,6 @@ REQUESTS: Mapping[str, Request] = {
     "documents": replace(USUAL, has_documents=True),
     "soft cap": replace(USUAL, soft_cap=30.0),
 }
-FLAG_LAYOUTS = LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG, LayoutName.BALANCED
 LAYERS: Mapping[str, str] = {
     "*": "attention, ours",
     "+": "multi-latent attention, ours",
@@ -174,8 +173,7 @@ def _layer_rows() -> Iterator[list[str]]:
             moe_router_load_balancing_type="none",
             num_experts=None,
         )
-        by_layout = (pattern_refusals(symbol, layout, None) for layout in FLAG_LAYOUTS)
-        every = [reason for reasons in by_layout for reason in reasons] + refusals(documents)
+        every = [*pattern_refusals(symbol, None), *refusals(documents)]
         yield [f"`{symbol}`", name, "; ".join(dict.fromkeys(every))]
 
 

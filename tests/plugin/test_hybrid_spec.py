@@ -136,23 +136,10 @@ def test_a_stage_without_attention_makes_the_contexts_too() -> None:
     assert len([*shared.contexts]) == 1
 
 
-@pytest.mark.parametrize(
-    ("layers", "settings", "message"),
-    [
-        ("*-D", {}, r"D in the pattern \*-D: DeepSeek sparse attention .*: take \+"),
-        (
-            "M*G",
-            {"layout": "segmented-zigzag"},
-            r"M \(Mamba\) and G \(gated delta net\) layers undo .* drop --burst-layout",
-        ),
-    ],
-)
-def test_layers_that_cannot_stand_beside_ours_are_refused(
-    layers: str, settings: dict[str, Any], message: str
-) -> None:
-    spec = burst_layer_spec(local_stack_spec(), BurstConfig(**settings))
-    with pytest.raises(ValueError, match=message):
-        empty_stack(spec, layer_type_list=list(layers))
+def test_layers_that_cannot_stand_beside_ours_are_refused() -> None:
+    spec = burst_layer_spec(local_stack_spec(), BurstConfig())
+    with pytest.raises(ValueError, match=r"D in the pattern \*-D: DeepSeek .*: take \+"):
+        empty_stack(spec, layer_type_list=["*", "-", "D"])
 
 
 def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(

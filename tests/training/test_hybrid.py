@@ -70,7 +70,7 @@ GDN = (
 SEGMENTED = "--burst-layout segmented-zigzag"
 BLOCKS = (
     "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "
-    "--recompute-attention-fraction 0.5 --burst-recompute-offload"
+    "--recompute-attention-fraction 0.5"
 )
 # The pattern without stages, further flags of the model, its stages, ranks and their flags.
 CASES: dict[str, tuple[str, str, str, int, str]] = {
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *("MG*-", f"{MAMBA} {GDN}", ""),
         *(4, f"--context-parallel-size 4 {SEGMENTED} {RECOMPUTE}"),
     ),
-    "TP 2 x CP 2, sequence parallel, segmented zigzag, GDN and experts": (
+    "TP 2 x CP 2, sequence parallel, segmented zigzag, border of experts": (
         *("G*EG", f"{EXPERTS} {GDN}", ""),
         *(4, f"{CP2} {TP2} --sequence-parallel {SEGMENTED}"),
     ),
@@ -145,7 +145,7 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *("M*G-", f"{MAMBA} {GDN}", "M|*G-"),
         *(4, f"{CP2} --pipeline-model-parallel-size 2 {SEGMENTED} {RECOMPUTE}"),
     ),
-    "PP 2 x CP 2, segmented zigzag, borders inside stages, offload, MLPs in chunks": (
+    "PP 2 x CP 2, segmented zigzag, borders inside stages, MLPs in chunks": (
         *("M*-M", MAMBA, "M*-|M"),
         *(4, f"{CP2} --pipeline-model-parallel-size 2 {SEGMENTED} {BLOCKS} --mlp-chunks 2"),
     ),
