@@ -96,10 +96,10 @@ def pattern_refusals(pattern: str | None, layout: str, settings: Any) -> Iterato
             "and gradients of the stages before it are wrong: give it a layer, or drop its |"
         )
     found = recurrent_layers(pattern)
-    if layout != LayoutName.ZIGZAG and found:
+    if found and layout not in (LayoutName.ZIGZAG, LayoutName.CONTIGUOUS):
         yield (
-            f"{found} layers undo Megatron's zigzag by themselves and know no other order: "
-            f"drop --burst-layout {layout}"
+            f"{found} layers pass states over contiguous shards, or undo Megatron's zigzag by "
+            f"themselves: take --burst-layout {LayoutName.CONTIGUOUS}, or drop {layout}"
         )
     ranks = getattr(settings, "tensor_model_parallel_size", 1)
     if "G" in pattern and ranks > 1 and not settings.sequence_parallel:
@@ -176,20 +176,19 @@ def _document_refusals(args: Any) -> Iterator[str]:
     if name is None:
         return
     found = recurrent_layers(layer_pattern(args))
-    layout = getattr(args, "burst_layout", "zigzag")
-    if found and name == "sft":
-        yield f"sft = True: {found} layers were not shown to be right with it: drop --sft"
-    elif found:
+    layout, ranks = getattr(args, "burst_layout", LayoutName.ZIGZAG), args.context_parallel_size
+    if layout == LayoutName.CONTIGUOUS or ranks == 1:
+        pass
+    elif found and layout == LayoutName.ZIGZAG:
         yield (
-            f"{name} = True: {found} layers take every document in a zigzag of its own, and there "
-            "is one of the whole sequence: drop --dataloader-inter-document-masking"
+            f"{name} = True: {found} layers know documents over {ranks} context-parallel ranks on "
+            f"contiguous shards alone: add --burst-layout {LayoutName.CONTIGUOUS}"
         )
-    elif getattr(args, "sft", False) and layout != "zigzag" and args.context_parallel_size > 1:
+    elif name == "sft" and layout != LayoutName.ZIGZAG:
         yield (
             "sft = True: every document is in a zigzag of its own already, which gives the ranks "
             f"equal work: drop --burst-layout {layout}"
         )
-    ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
     by_sample = "seq_aux_loss" in (balancing if isinstance(balancing, list) else [balancing])

@@ -62,7 +62,7 @@ REQUESTS: Mapping[str, Request] = {
     "documents": replace(USUAL, has_documents=True),
     "soft cap": replace(USUAL, soft_cap=30.0),
 }
-FLAG_LAYOUTS = LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG, LayoutName.BALANCED
+FLAG_LAYOUTS = tuple(LayoutName)[:4]
 LAYERS: Mapping[str, str] = {
     "*": "attention, ours",
     "+": "multi-latent attention, ours",
@@ -169,7 +169,7 @@ def _layer_rows() -> Iterator[list[str]]:
         documents = SimpleNamespace(
             dataloader_inter_document_masking=True,
             hybrid_layer_pattern=symbol,
-            context_parallel_size=1,
+            context_parallel_size=2,
             sequence_parallel=False,
             moe_router_load_balancing_type="none",
             num_experts=None,

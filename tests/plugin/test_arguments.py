@@ -212,6 +212,10 @@ def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
         f"{BURST} {MTP} {DOCUMENTS} --burst-layout balanced",
         GDN + "--tensor-model-parallel-size 2 --sequence-parallel",
         f"{HYBRID} '*-*E|--/*-' {SEGMENTED} {DOCUMENTS}",
+        f"{HYBRID} '*-M-' {DOCUMENTS}",
+        f"{HYBRID} 'M*G-/*-' {DOCUMENTS} --burst-layout contiguous --context-parallel-size 2",
+        f"{HYBRID} 'M*G-' --sft --burst-layout contiguous --context-parallel-size 2",
+        GDN + "--sft",
         f"{HYBRID} '|*-|*E|'",
         f"{HYBRID} +-+E {SEGMENTED} {DOCUMENTS}",
         f"{HYBRID} 'M*-G|M-' --tensor-model-parallel-size 2 --sequence-parallel",
@@ -365,14 +369,17 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
         (HYBRID + "'*-/D'", "D in the pattern [*]-/D"),
         (
             f"{HYBRID} 'M*-G' {SEGMENTED}",
-            r"M \(Mamba\) and G \(gated delta net\) layers .*: drop --burst-layout seg",
+            r"M \(Mamba\) and G \(gated delta net\) layers .*-layout contiguous, or drop segment",
         ),
-        (f"{HYBRID} '*-/G' {SEGMENTED}", r"G \(gated delta net\) layers undo Megatron's zigzag"),
+        (f"{HYBRID} '*-/G' {SEGMENTED}", r"G \(gated delta net\) layers pass states over contig"),
         (
-            f"{HYBRID} '*-M-' {DOCUMENTS}",
-            r"M \(Mamba\) layers take every document .* drop --dataloader-inter-document-mask",
+            f"{HYBRID} '*-M-' {DOCUMENTS} --context-parallel-size 2",
+            r"M \(Mamba\) layers know documents over 2 .*: add --burst-layout contiguous",
         ),
-        (f"{HYBRID} '*-M-' --sft", r"sft = True: M \(Mamba\) layers were not shown .*: drop --sft"),
+        (
+            f"{HYBRID} '*-M-' --sft --context-parallel-size 2",
+            r"sft = True: M \(Mamba\) layers know .*: add --burst-layout contiguous",
+        ),
         (
             f"{HYBRID} '*-' {SEGMENTED} --sft --context-parallel-size 2",
             "equal work: drop --burst-layout seg",
@@ -384,9 +391,11 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
         ),
         # A GPT with gated delta nets.
         (GDN + "--tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        (GDN + SEGMENTED, "G .* layers undo Megatron's zigzag by .*: drop --burst-layout seg"),
-        (GDN + DOCUMENTS, r"G \(gated delta net\) layers take every .* drop --dataloader-inter"),
-        (GDN + "--sft", r"sft = True: G \(gated delta net\) layers were not shown .*: drop --sft"),
+        (GDN + SEGMENTED, "G .* layers pass states .*: take --burst-layout contiguous, or drop"),
+        (
+            f"{GDN}{DOCUMENTS} --context-parallel-size 2",
+            r"True: G \(gated delta net\) layers know documents over 2 .*: add --burst-layout con",
+        ),
         (
             GDN + "--mtp-num-layers 1",
             "1: .* has no MTP beside gated_delta_net: take --hybrid-layer",

@@ -67,6 +67,10 @@ GDN = (
     "--swiglu --linear-key-head-dim 16 --linear-value-head-dim 8 --linear-num-key-heads 4 "
     "--linear-num-value-heads 8"
 )
+STATES = f"{MAMBA} {GDN} --dataloader-inter-document-masking"
+UNDIVIDED = STATES.replace("heads 8", "heads 6").replace("heads 4", "heads 3")
+UNDIVIDED = UNDIVIDED.replace("groups 4", "groups 2")
+CONTIGUOUS = "--burst-layout contiguous"
 # The pattern without stages, further flags of the model, its stages, ranks and their flags.
 CASES: dict[str, tuple[str, str, str, int, str]] = {
     "CP 2, experts": ("*E*-", EXPERTS, "", 2, CP2),
@@ -127,9 +131,33 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *("G*EG*E", f"{EXPERTS} {GDN}", ""),
         *(4, f"{CP2} {TP2} --sequence-parallel"),
     ),
+    "CP 2, contiguous, documents, Mamba and GDN": ("M*G-", STATES, "", 2, f"{CP2} {CONTIGUOUS}"),
+    "CP 4, contiguous, Mamba, GDN and experts": (
+        *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
+        *(4, f"--context-parallel-size 4 {CONTIGUOUS}"),
+    ),
+    "CP 4, contiguous, documents, heads that do not divide": (
+        *("M*G-", UNDIVIDED, ""),
+        *(4, f"--context-parallel-size 4 {CONTIGUOUS}"),
+    ),
+    "TP 2 x CP 2, sequence parallel, contiguous, documents, Mamba and GDN": (
+        *("M*G-", STATES, ""),
+        *(4, f"{CP2} {TP2} --sequence-parallel {CONTIGUOUS}"),
+    ),
+    "PP 2 x CP 2, contiguous, documents, Mamba and GDN, fraction 0.5": (
+        *("M*G-", STATES, "M*|G-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE} {CONTIGUOUS}"),
+    ),
+    "CP 2, contiguous, documents, MTP": (
+        *("M*G-/*-", STATES, ""),
+        *(2, f"{CP2} {CONTIGUOUS}"),
+    ),
     "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }
-FAST = {"PP 2 x CP 2, a stage without attention, fraction 0.5", "CP 2, Mamba and GDN"}
+FAST = {
+    "PP 2 x CP 2, a stage without attention, fraction 0.5",
+    "CP 2, contiguous, documents, Mamba and GDN",
+}
 
 
 @pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))
@@ -146,4 +174,6 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
         more += ["--save", str(tmp_path / "checkpoint")]
     found = train(tmp_path, ranks, *start, *flags.split(), *more)
     report(case, largest_difference(found, expected, STEPS), OF_ONE_RANK)
+    passed = "states are passed, scanned by plain torch; " in found.text
+    assert passed == ("contiguous" in case)
     assert "burst verify" in found.text or "--burst-check" not in more

@@ -72,8 +72,9 @@ class SequenceHooks:
         layouts: dict[BurstContext, Layouts] = {}  # one for all stages of a pipeline
         for model in models:
             _check_model(model)
-            _check_core_attention(model)
             context = self._shared.contexts.of(model.config, model.pg_collection)
+            _check_recurrent_layers(model, context)
+            _check_core_attention(model)
             positions = Positions(context)
             replace_rotary(model, positions)
             config, window = model.config, _window_of_all(model.config)
@@ -88,12 +89,21 @@ class SequenceHooks:
 
 
 def _check_model(model: Any) -> None:
-    what = "documents, and layouts other than zigzag,"
     if not isinstance(model, LanguageModel):
-        raise ValueError(f"{what} need a {NAMES}, not a {type(model).__name__}")
+        raise ValueError(
+            f"documents, and layouts other than zigzag, need a {NAMES}, not a "
+            f"{type(model).__name__}"
+        )
+
+
+def _check_recurrent_layers(model: Any, context: BurstContext) -> None:
     pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(model.config)
-    if found := recurrent_layers(pattern):
-        raise ValueError(f"{what} cannot be followed by {found} layers")
+    found = recurrent_layers(pattern)
+    if found and context.ranks > 1 and context.config.layout is not LayoutName.CONTIGUOUS:
+        raise ValueError(
+            f"documents, and layouts other than zigzag, cannot be followed by {found} layers: take "
+            f"--burst-layout {LayoutName.CONTIGUOUS}"
+        )
 
 
 def _check_core_attention(model: Any) -> None:
@@ -155,6 +165,7 @@ class _StageHooks:
             ranks_of_a_sequence=context.ranks * tensor_ranks,
             apart=documents_apart,
             layout_of=layouts.of,
+            moves=context.config.layout is LayoutName.CONTIGUOUS,
         )
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
