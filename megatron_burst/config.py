@@ -98,12 +98,14 @@ class BurstConfig:
     are at least 2^19 or 2^20 (16384 tokens and 32 heads make 2), so that a kernel call still fills
     the GPU; else 1, as under documents and where latents may travel; logged."""
 
-    layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:3]})
+    layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:4]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
     segmented-zigzag: each of 2 to 8 equal pieces of the sequence in zigzag by itself, as many as
     leave a chunk 512 rows, for packed sequences and block masks; with
     --recompute-attention-fraction between 0 and 1 two, cut there. balanced: of packed sequences,
-    chunks that are chosen every micro-batch so that all ranks have as much work; else zigzag."""
+    chunks that are chosen every micro-batch so that all ranks have as much work; else zigzag.
+    contiguous: equal pieces in their order, over which M and G layers pass states, with packed
+    sequences too; a causal mask leaves the last rank twice the mean's work of attention."""
 
     block_mask: str | None = None
     """A block-sparse mask: a .npy file with a square table of booleans, which blocks of keys each

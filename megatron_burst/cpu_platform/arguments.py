@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.refusals import beyond, layer_pattern, recurrent_layers, refuse_all
+from megatron_burst.plugin.refusals import beyond, refuse_all
 
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -91,10 +91,4 @@ def check_cpu_arguments(args: argparse.Namespace) -> None:
         reasons.append("--profile starts CUDA's profiler: add --use-pytorch-profiler")
     if args.fp32_residual_connection and (args.bf16 or args.fp16):
         reasons.append("torch's norms take one dtype: drop --fp32-residual-connection")
-    recurrent = recurrent_layers(layer_pattern(args))
-    if recurrent and (args.dataloader_inter_document_masking or args.sft):
-        reasons.append(
-            f"{recurrent} layers take whole sequences: drop --dataloader-inter-document-masking "
-            "and --sft"
-        )
     refuse_all("this cannot run on a CPU", reasons)

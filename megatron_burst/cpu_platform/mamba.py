@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_burst.cpu_platform.recurrence import causal_convolution, check_unused, decaying_memory
+from megatron_burst.cpu_platform.recurrence import causal_convolution, check_unused
+from megatron_burst.plugin.scans.recurrence import decaying_memory
 
 
 def mamba_chunk_scan_combined(
@@ -38,8 +39,7 @@ def mamba_chunk_scan_combined(
     check_unused("mamba_chunk_scan_combined", unused)
     dt = dt + dt_bias  # float32, as dt_bias is
     dt = F.softplus(dt) if dt_softplus else dt
-    B, C = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (B, C))
-    y = decaying_memory(C, B, dt.unsqueeze(-1) * x, dt * A, chunk=chunk_size)
+    y, _ = decaying_memory(C, B, dt.unsqueeze(-1) * x, dt * A, chunk=chunk_size)
     y = y + D.reshape(x.shape[2], -1) * x
     return (y if z is None else y * F.silu(z.to(y.dtype))).to(x.dtype)
 

@@ -17,7 +17,6 @@ from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import get_args
 
 from megatron_burst.config import BurstConfig, LayoutName
-from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -189,7 +188,7 @@ def _make_shared_state(args: argparse.Namespace, settings: Settings) -> SharedSt
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
-    return SharedState(config, settings.tokens)
+    return SharedState(config, settings.tokens, documents=settings.has_documents)
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
@@ -213,8 +212,7 @@ def _hooks(
 ) -> Iterator[Callable[..., Any]]:
     """Yield what attaches to the built model, in this order."""
     if shared is not None:
-        moves = shared.config.layout is not LayoutName.ZIGZAG or shared.scan_layout is not zigzag
-        if moves or settings.has_documents:
+        if not shared.follows_layout:
             yield SequenceHooks(shared, batches.cut, documents_apart=args.sft)
         if args.dataloader_inter_document_masking:
             yield documents_must_come

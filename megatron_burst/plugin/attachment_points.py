@@ -47,6 +47,15 @@ WRAPPED: Mapping[str, str] = {
     f"{_CORE}.models.hybrid.hybrid_block:HybridStack.__init__": (
         "config submodules layer_type_list post_layer_norm post_process pg_collection"
     ),
+    f"{_CORE}.ssm.mamba_mixer:MambaMixer.__init__": "pg_collection",
+    f"{_CORE}.ssm.mamba_mixer:MambaMixer.forward": (
+        "hidden_states inference_context inference_params packed_seq_params"
+    ),
+    f"{_CORE}.ssm.gated_delta_net:GatedDeltaNet.__init__": "pg_collection",
+    f"{_CORE}.ssm.gated_delta_net:GatedDeltaNet.forward": (
+        "hidden_states attention_mask inference_context packed_seq_params sequence_len_offset "
+        "inference_params"
+    ),
     f"{_LAYERS}.multi_token_prediction:roll_tensor": "cp_group",
     f"{_LAYERS}.transformer_layer:TransformerLayer.forward": "hidden_states",
 }
@@ -80,6 +89,7 @@ CALLED: Mapping[str, str] = {
         "window_size window_attn_skip_freq layer_number"
     ),
     f"{_CORE}.models.gpt.moe_module_specs:get_moe_module_spec": "use_te num_experts",
+    f"{_CORE}.ssm.gated_delta_net:GatedDeltaNet._apply_gated_norm": "x gate",
     f"{_CORE}.utils:flatten_batch_for_packed_sequences": "batch",
     f"{_CORE}.utils:make_viewless_tensor": "inp requires_grad keep_graph",
     f"{_CORE}.packed_seq_params:PackedSeqParams": (

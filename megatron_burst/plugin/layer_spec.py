@@ -23,6 +23,7 @@ from megatron_burst.plugin.local_layers import (
 )
 from megatron_burst.plugin.refusals import pattern_refusals, refuse_all
 from megatron_burst.plugin.rewrite_spec import rewrite_spec
+from megatron_burst.plugin.scans.mixers import with_states_passed
 
 
 def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
@@ -47,6 +48,7 @@ def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
     replaced = []
 
     def rewrite(name: str, value: Any) -> Any:
+        value = with_states_passed(value, shared)
         if isinstance(value, type):
             value = WITH_LATENTS.get(value, value)
         if name != "core_attention" or value in (None, IdentityOp):

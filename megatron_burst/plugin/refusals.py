@@ -167,21 +167,12 @@ def _document_refusals(args: Any) -> Iterator[str]:
     name = documents_flag(args)
     if name is None:
         return
-    found = recurrent_layers(layer_pattern(args))
-    layout = getattr(args, "burst_layout", "zigzag")
-    if found and name == "sft":
-        yield f"sft = True: {found} layers were not shown to be right with it: drop --sft"
-    elif found:
-        yield (
-            f"{name} = True: {found} layers take every document in a zigzag of its own, and there "
-            "is one of the whole sequence: drop --dataloader-inter-document-masking"
-        )
-    elif getattr(args, "sft", False) and layout != "zigzag" and args.context_parallel_size > 1:
+    layout, ranks = getattr(args, "burst_layout", LayoutName.ZIGZAG), args.context_parallel_size
+    if name == "sft" and ranks > 1 and layout not in (LayoutName.ZIGZAG, LayoutName.CONTIGUOUS):
         yield (
             "sft = True: every document is in a zigzag of its own already, which gives the ranks "
             f"equal work: drop --burst-layout {layout}"
         )
-    ranks = args.context_parallel_size
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
     by_sample = "seq_aux_loss" in (balancing if isinstance(balancing, list) else [balancing])

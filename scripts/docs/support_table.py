@@ -168,7 +168,7 @@ def _layer_rows() -> Iterator[list[str]]:
         documents = SimpleNamespace(
             dataloader_inter_document_masking=True,
             hybrid_layer_pattern=symbol,
-            context_parallel_size=1,
+            context_parallel_size=2,
             sequence_parallel=False,
             moe_router_load_balancing_type="none",
             num_experts=None,

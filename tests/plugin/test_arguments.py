@@ -212,6 +212,11 @@ def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
         f"{BURST} {MTP} {DOCUMENTS} --burst-layout balanced",
         GDN + "--tensor-model-parallel-size 2 --sequence-parallel",
         f"{HYBRID} '*-*E|--/*-' {SEGMENTED} {DOCUMENTS}",
+        f"{HYBRID} '*-M-' {DOCUMENTS} --context-parallel-size 2",
+        f"{HYBRID} 'M*-G' {SEGMENTED} {DOCUMENTS} --context-parallel-size 2",
+        f"{HYBRID} 'M*G-/*-' {DOCUMENTS} --burst-layout contiguous --context-parallel-size 2",
+        f"{HYBRID} 'M*G-' --sft --burst-layout contiguous --context-parallel-size 2",
+        GDN + "--sft --context-parallel-size 2",
         f"{HYBRID} '|*-|*E|'",
         f"{HYBRID} +-+E {SEGMENTED} {DOCUMENTS}",
         f"{HYBRID} 'M*-G|M-' --tensor-model-parallel-size 2 --sequence-parallel",
@@ -364,11 +369,6 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
         (HYBRID + "D-M-", "D in the pattern D-M-: DeepSeek sparse .*: take [+] .* or drop --cont"),
         (HYBRID + "'*-/D'", "D in the pattern [*]-/D"),
         (
-            f"{HYBRID} '*-MG' {DOCUMENTS}",
-            r"M \(Mamba\) and G \(gated delta net\) layers take every .* drop --dataloader-inter",
-        ),
-        (f"{HYBRID} '*-M-' --sft", r"sft = True: M \(Mamba\) layers were not shown .*: drop --sft"),
-        (
             f"{HYBRID} '*-' {SEGMENTED} --sft --context-parallel-size 2",
             "equal work: drop --burst-layout seg",
         ),
@@ -379,8 +379,6 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
         ),
         # A GPT with gated delta nets.
         (GDN + "--tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        (GDN + DOCUMENTS, r"G \(gated delta net\) layers take every .* drop --dataloader-inter"),
-        (GDN + "--sft", r"sft = True: G \(gated delta net\) layers were not shown .*: drop --sft"),
         (
             GDN + "--mtp-num-layers 1",
             "1: .* has no MTP beside gated_delta_net: take --hybrid-layer",

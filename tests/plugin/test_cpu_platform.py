@@ -185,15 +185,7 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--save-tokens-per-expert-interval 2", "drop --save-tokens-per-expert-interval"),
         ("--moe-routing-trace-path here", "it copies by CUDA: drop --moe-routing-trace-path"),
         ("--bf16 --fp32-residual-connection", "drop --fp32-residual-connection"),
-        (
-            "--experimental-attention-variant gated_delta_net --sft",
-            "G .gated delta net. layers take whole .* --sft",
-        ),
         ("--mamba-training-ssm-states-dtype bf16", "the states are float32 here"),
-        (
-            "--hybrid-layer-pattern M*G- --dataloader-inter-document-masking",
-            "M .Mamba. and G .gated delta net. layers take whole .* --dataloader-inter-document",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst.cpu_platform import gdn, mamba
-from megatron_burst.cpu_platform.recurrence import causal_convolution, decaying_memory
+from megatron_burst.cpu_platform.recurrence import causal_convolution
+from megatron_burst.plugin.scans.recurrence import decaying_memory
 
 TOKENS_AND_CHUNK = [(1, 16), (37, 16), (64, 64), (5, 2)]
 HEADS = 4
@@ -157,7 +158,7 @@ def test_the_length_and_the_norm_equal_their_formulas() -> None:
 def test_a_memory_that_is_lost_at_once_has_gradients() -> None:
     """exp of what lies behind the diagonal would be infinite."""
     q, k, v, g = inputs(*[(1, 64, 1, 4)] * 3, (1, 64, 1))
-    out = decaying_memory(q, k, v, -1000 * g.square(), chunk=64)
+    out, _ = decaying_memory(q, k, v, -1000 * g.square(), chunk=64)
     gradients = torch.autograd.grad(out.sum(), [q, k, v, g])
     assert all(gradient.isfinite().all() for gradient in gradients)
 

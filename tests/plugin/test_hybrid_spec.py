@@ -42,6 +42,7 @@ from megatron_burst.plugin.local_layers import (  # noqa: E402
     SequenceParallelNorm,
     local_stack_spec,
 )
+from megatron_burst.plugin.scans.mixers import DeltaNetOverRanks, MambaOverRanks  # noqa: E402
 
 TES = hybrid_layer_specs.hybrid_stack_spec
 STACKS = {"TransformerEngine": (TES, te.TEDotProductAttention)}
@@ -62,6 +63,10 @@ def test_attention_and_mla_of_a_stack_are_replaced_and_nothing_else(stack: str) 
     place = ".submodules.{}.submodules.self_attention.{}"
     latents = changed.pop(place.format("mla_layer", "module"))
     assert latents is LatentSelfAttention
+    for layer, name in (("mamba_layer", "mixer"), ("gdn_layer", "self_attention")):
+        own = changed.pop(f".submodules.{layer}.submodules.{name}.module")
+        assert own in (MambaOverRanks, DeltaNetOverRanks)
+        assert changed.pop(f".submodules.{layer}.submodules.{name}.params.shared")
     core_attention = "submodules.core_attention"
     sparse = changed.pop(place.format("dsa_layer", core_attention))
     given = {"config": config(), "layer_number": 1, **sparse.params}

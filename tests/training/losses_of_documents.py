@@ -1,4 +1,4 @@
-"""Runs a tiny GPT of Megatron on documents and on what differs by a document; run by tests.
+"""Runs a tiny model of Megatron on documents and on what differs by a document; run by tests.
 
 Prints the largest difference of losses that must not differ, the smallest of those that must, and
 the largest gradient, and how far losses of logits are from those that the model makes of labels.
@@ -17,14 +17,18 @@ ALONE = (33, 65)  # 32 tokens: a sequence of their own for up to eight ranks
 def main() -> None:
     from megatron.training import argument_utils, arguments, initialize
     from megatron.training.models.gpt import GPTModelBuilder
+    from megatron.training.models.hybrid import HybridModelBuilder
 
     args = arguments.parse_and_validate_args()
-    config = argument_utils.gpt_config_from_args(args)
+    kind, configure = GPTModelBuilder, argument_utils.gpt_config_from_args
+    if args.hybrid_layer_pattern:
+        kind, configure = HybridModelBuilder, argument_utils.hybrid_config_from_args
+    config = configure(args)
     initialize.initialize_megatron(allow_no_cuda=True)
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    builder = GPTModelBuilder(config)
+    builder = kind(config)
     (model,) = builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
     losses = Losses(model, groups.cp)
 

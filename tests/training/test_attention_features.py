@@ -106,6 +106,7 @@ CASES = {
     "MLA, heads in chunks": (MLA, 2, f"{CP2} --burst-head-chunks 4"),
     "off-by-one": ("--softmax-type off-by-one", 2, CP2),
     "every second layer, beside gated delta nets": (GDN, 2, CP2),
+    "beside gated delta nets, contiguous": (GDN, 2, f"{CP2} --burst-layout contiguous"),
     "beside gated delta nets, TP 2 x CP 2 with SP": (GDN, 4, f"{CP2} {TP2} --sequence-parallel"),
     "beside gated delta nets, PP 2 x CP 2": (
         f"{GDN} --num-layers 4",

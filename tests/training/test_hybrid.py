@@ -72,6 +72,10 @@ BLOCKS = (
     "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "
     "--recompute-attention-fraction 0.5"
 )
+STATES = f"{MAMBA} {GDN} --dataloader-inter-document-masking"
+UNDIVIDED = STATES.replace("heads 8", "heads 6").replace("heads 4", "heads 3")
+UNDIVIDED = UNDIVIDED.replace("groups 4", "groups 2")
+CONTIGUOUS = "--burst-layout contiguous"
 # The pattern without stages, further flags of the model, its stages, ranks and their flags.
 CASES: dict[str, tuple[str, str, str, int, str]] = {
     "CP 2, experts": ("*E*-", EXPERTS, "", 2, CP2),
@@ -156,9 +160,47 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         2,
         f"{CP2} {SEGMENTED}",
     ),
+    "CP 2, documents, Mamba and GDN": ("M*G-", STATES, "", 2, CP2),
+    "CP 4, segmented zigzag, documents, Mamba and GDN": (
+        *("MG*-", STATES, ""),
+        *(4, f"--context-parallel-size 4 {SEGMENTED}"),
+    ),
+    "TP 2 x CP 2, sequence parallel, balanced, documents": (
+        *("M*G-", STATES, ""),
+        *(4, f"{CP2} {TP2} --sequence-parallel --burst-layout balanced"),
+    ),
+    "PP 2 x CP 2, balanced, documents, fraction 0.5": (
+        *("M*G-", STATES, "M*G|-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE} --burst-layout balanced"),
+    ),
+    "CP 2, documents, MTP": ("M*G-/M*-", STATES, "", 2, CP2),
+    "CP 2, contiguous, documents, Mamba and GDN": ("M*G-", STATES, "", 2, f"{CP2} {CONTIGUOUS}"),
+    "CP 4, contiguous, Mamba, GDN and experts": (
+        *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
+        *(4, f"--context-parallel-size 4 {CONTIGUOUS}"),
+    ),
+    "CP 4, contiguous, documents, heads that do not divide": (
+        *("M*G-", UNDIVIDED, ""),
+        *(4, f"--context-parallel-size 4 {CONTIGUOUS}"),
+    ),
+    "TP 2 x CP 2, sequence parallel, contiguous, documents, Mamba and GDN": (
+        *("M*G-", STATES, ""),
+        *(4, f"{CP2} {TP2} --sequence-parallel {CONTIGUOUS}"),
+    ),
+    "PP 2 x CP 2, contiguous, documents, Mamba and GDN, fraction 0.5": (
+        *("M*G-", STATES, "M*|G-"),
+        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE} {CONTIGUOUS}"),
+    ),
+    "CP 2, contiguous, documents, MTP": (
+        *("M*G-/*-", STATES, ""),
+        *(2, f"{CP2} {CONTIGUOUS}"),
+    ),
     "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
 }
-FAST = {"PP 2 x CP 2, a stage without attention, fraction 0.5", "CP 2, Mamba and GDN"}
+FAST = {
+    "PP 2 x CP 2, a stage without attention, fraction 0.5",
+    "CP 2, documents, Mamba and GDN",
+}
 
 
 @pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))
@@ -175,4 +217,8 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
         more += ["--save", str(tmp_path / "checkpoint")]
     found = train(tmp_path, ranks, *start, *flags.split(), *more)
     report(case, largest_difference(found, expected, STEPS), OF_ONE_RANK)
+    passed = "states are passed, scanned by plain torch; " in found.text
+    words = "contiguous", "documents", "segmented", "balanced"
+    anew = any(word in case for word in words) and not {*"MG"}.isdisjoint(pattern)
+    assert passed == anew
     assert "burst verify" in found.text or "--burst-check" not in more

@@ -34,6 +34,11 @@ BALANCED = "--burst-layout balanced"
 WINDOW = "--window-size 15,0 --window-attn-skip-freq 2"
 DOCUMENTS = "--dataloader-inter-document-masking --eod-mask-loss"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+STATES = (
+    "--burst-layout contiguous --hybrid-layer-pattern M*G- --mamba-state-dim 16 --swiglu "
+    "--mamba-head-dim 16 --mamba-num-groups 2 --mamba-num-heads 6 --linear-key-head-dim 16 "
+    "--linear-value-head-dim 8 --linear-num-key-heads 3 --linear-num-value-heads 6"
+)
 INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 
 slow = pytest.mark.slow
@@ -184,6 +189,8 @@ def test_everything_at_once(packed_runs: Callable[..., Log], block_mask: str) ->
         pytest.param(4, f"{CP2} {TP2} {SEGMENTED} {MLA} rope", marks=slow),
         pytest.param(4, f"{CP2} {TP2} {BALANCED} {MLA} rope", marks=slow),
         pytest.param(2, f"{CP2} {SEGMENTED} --position-embedding-type yarn", marks=slow),
+        (2, f"{CP2} {STATES}"),
+        pytest.param(4, f"{CP4} {STATES}", marks=slow),
     ],
 )
 def test_documents_do_not_see_each_other_axolotl_3608(

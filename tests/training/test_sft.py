@@ -15,7 +15,7 @@ from tests.training.launcher import (
     report,
     run_module,
 )
-from tests.training.test_masks import CP2, INTERLEAVED, MLA, PER_TOKEN, PP2, RECOMPUTE, TP2
+from tests.training.test_masks import CP2, INTERLEAVED, MLA, PER_TOKEN, PP2, RECOMPUTE, STATES, TP2
 
 TOLERANCE = allowed(1e-4)
 CASES = {
@@ -39,7 +39,8 @@ def conversations(
     flags = ("--sft", "--data-path", "conversations", *BURST, PER_TOKEN)
 
     def run(ranks: int, more: str) -> Log:
-        own = () if MLA in more or "mtp" in more else start[len(data) :]  # of another model
+        is_another = any(flags in more for flags in (MLA, STATES, "mtp"))  # model
+        own = () if is_another else start[len(data) :]
         module = "tests.training.conversations"
         return once(ranks, *own, *flags, *more.split(), module=module)
 
@@ -77,6 +78,15 @@ def test_sft_evaluated_and_verified(conversations: Callable[..., Log]) -> None:
 def test_sft_with_latents(conversations: Callable[..., Log]) -> None:
     one, found = (conversations(ranks, f"{MLA} rope {cp}") for ranks, cp in ((1, ""), (2, CP2)))
     report("sft, MLA", largest_difference(found, one, STEPS), TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sft_with_states_passed(conversations: Callable[..., Log], ranks: int) -> None:
+    """Padded conversations, dealt out in a zigzag each, move to contiguous shards."""
+    over = f"--context-parallel-size {ranks}"
+    one, found = (conversations(n, f"{STATES} {cp}") for n, cp in ((1, ""), (ranks, over)))
+    report("sft, M and G", largest_difference(found, one, STEPS), TOLERANCE)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -52,6 +52,7 @@ def read_documents(
     *,
     apart: bool = False,
     layout_of: Callable[[tuple[int, ...]], Layout | None] = lambda _: None,
+    moves: bool = False,
 ) -> PackedDocuments:
     """Read Megatron's boundaries: one copy to the host a micro-batch.
 
@@ -63,6 +64,7 @@ def read_documents(
             `packed` has boundaries with padding; else the zigzag is that of the whole sequence.
         layout_of: says by their bounds which tokens the ranks hold of documents that are not apart;
             see `Layouts`.
+        moves: whether it says so of those that are apart, too.
 
     Raises:
         ValueError: samples of different lengths, boundaries that are none, documents that do not
@@ -91,7 +93,7 @@ def read_documents(
         bounds=bounds,
         lengths=None if lengths == places else tuple(lengths),
         samples=samples,
-        layout=brought or layout_of(bounds),
+        layout=layout_of(bounds) if moves or brought is None else brought,
         brought=brought,
     )
 

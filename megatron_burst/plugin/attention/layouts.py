@@ -40,6 +40,8 @@ class Layouts:
         mask = Mask.causal(window=self._window, documents=bounds)
         if self._balances:
             return self._balanced(mask, bounds[-1])
+        if self.context.config.layout is LayoutName.CONTIGUOUS:
+            return self.context.layout(bounds[-1])
         if self._may_pay and (now := self._imbalance(mask)) > BOUND:
             self._may_pay = False
             then = self._imbalance(mask, self._find(mask, bounds[-1]).layout)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ class SequenceHooks:
         layouts: dict[BurstContext, Layouts] = {}  # one for all stages of a pipeline
         for model in models:
             _check_model(model)
-            _check_core_attention(model)
             context = self._shared.contexts.of(model.config, model.pg_collection)
+            _check_core_attention(model)
             positions = Positions(context)
             replace_rotary(model, positions)
             config, window = model.config, _window_of_all(model.config)
@@ -83,7 +83,7 @@ class SequenceHooks:
             stage = _StageHooks(model, layout, self._cut, documents_apart=self._apart)
             pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(config)
             if found := recurrent_layers(pattern):
-                stage.let_layers_differ(found, self._shared.scan_layout)
+                stage.let_layers_differ(found, self._shared)
             moves = self._shared.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
@@ -92,9 +92,11 @@ class SequenceHooks:
 
 
 def _check_model(model: Any) -> None:
-    what = "documents, and layouts other than zigzag,"
     if not isinstance(model, LanguageModel):
-        raise ValueError(f"{what} need a {NAMES}, not a {type(model).__name__}")
+        raise ValueError(
+            f"documents, and layouts other than zigzag, need a {NAMES}, not a "
+            f"{type(model).__name__}"
+        )
 
 
 def _check_core_attention(model: Any) -> None:
@@ -156,6 +158,7 @@ class _StageHooks:
             ranks_of_a_sequence=context.ranks * tensor_ranks,
             apart=documents_apart,
             layout_of=layouts.of,
+            moves=context.config.layout is LayoutName.CONTIGUOUS,
         )
         self._refused = ""
         self._layer_moves: LayerMoves | None = None
@@ -165,12 +168,14 @@ class _StageHooks:
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, with_kwargs=True)
 
-    def let_layers_differ(self, scans: str, layout: Callable[[int, int], Layout]) -> None:
+    def let_layers_differ(self, scans: str, shared: SharedState) -> None:
         """Move rows where layers change from attention's layout to that of scans, and back."""
-        if layout is zigzag:  # Megatron's own
-            self._refused = f"documents cannot be followed by {scans} layers"
-        if self._context.ranks > 1:
-            self._layer_moves = LayerMoves(self._model, self._context, layout)
+        if self._context.ranks == 1:
+            return
+        if shared.passes_states:
+            self._layer_moves = LayerMoves(self._model, self._context, shared.scan_layout)
+        else:
+            self._refused = f"documents and {scans} layers need a SharedState with documents=True"
 
     def layout_of(self, batch: Mapping[str, Any], tokens: int) -> Layout | None:
         """Return the layout for a whole batch; None where each document is in zigzag by itself."""

@@ -1,0 +1,96 @@
+"""What Megatron's layers with a state share where their ranks pass states on contiguous shards."""
+
+import copy
+import logging
+from typing import Any
+
+from megatron_burst.plugin.attention.documents import PackedDocuments
+from megatron_burst.plugin.attention.shared_state import SharedState
+from megatron_burst.plugin.scans.bytes_sent import ScanShape
+from megatron_burst.plugin.scans.shards import Shard, shard_of
+
+logger = logging.getLogger(__name__)
+
+
+class OverRanks:
+    """Goes before Megatron's class, whose constructor it calls.
+
+    The parameters are Megatron's. Where the ranks hold another layout and no documents come, its
+    whole forward is, too, with its all-to-all over heads, which wants zigzag.
+    """
+
+    config: Any
+    layer_number: int
+    tp_group: Any
+
+    def __init__(self, *given: Any, shared: SharedState, pg_collection: Any, **named: Any) -> None:
+        self_reliant = copy.copy(pg_collection)
+        passes = shared.passes_states and pg_collection.cp.size() > 1
+        if passes:
+            self_reliant.cp = _OneRank()
+        super().__init__(*given, pg_collection=self_reliant, **named)  # type: ignore[call-arg]
+        self.pg_collection, self.shared, self._passes = pg_collection, shared, passes
+
+    @property
+    def scan_shape(self) -> ScanShape:
+        """What the layer sends by; of the classes that follow."""
+        raise NotImplementedError
+
+    @property
+    def spread(self) -> int:
+        """Over how many ranks the rows that the layer is given are spread: sequence parallelism."""
+        return self.tp_group.size() if self.config.sequence_parallel else 1
+
+    def shard(self, tokens: int, packed: Any, inference: Any) -> Shard | None:
+        """Return where documents begin in a rank's rows; None where Megatron's forward is right.
+
+        Raises:
+            ValueError: ours is needed, and cannot be.
+        """
+        group = self.pg_collection.cp
+        if isinstance(packed, PackedDocuments) and packed.bounds:
+            bounds: tuple[int, ...] | None = packed.bounds
+            fault = group.size() > 1 and not self._passes
+        elif self._passes:
+            bounds, fault = None, packed is not None or not self.shared.follows_layout
+        else:
+            return None
+        if fault or inference is not None:
+            raise ValueError(
+                f"layer {self.layer_number} passes states from rank to rank in training alone, in "
+                "a model that megatron_burst.plugin.hooks.sequence_hooks.SequenceHooks is attached "
+                "to, of a SharedState with documents=True or a layout other than zigzag"
+            )
+        return shard_of(bounds, tokens, group.rank())
+
+    def log_bytes(self, kernel: str | None, tokens: int, number_bytes: int) -> None:
+        """Say once a model what runs and what it sends, by which the other way can be judged.
+
+        Args:
+            kernel: what scans the shards; None: heads are exchanged.
+            tokens: of a rank.
+            number_bytes: of a number of an activation.
+        """
+        ranks, name = self.pg_collection.cp.size(), type(self).__bases__[-1].__name__
+        context = self.shared.contexts.of(self.config, self.pg_collection)
+        if ranks == 1 or not context.should_log((name, tokens)):
+            return
+        states = self.scan_shape.by_states(ranks, number_bytes)
+        heads = self.scan_shape.by_heads(tokens, ranks, number_bytes)
+        logger.info(
+            "%s: %s; for a layer, a sequence and a pass a rank sends %.3g MiB of states on "
+            "contiguous shards, %.3g MiB in an all-to-all over heads under zigzag; states are less "
+            "from %d tokens a rank on",
+            *(name, f"states are passed, scanned by {kernel}" if kernel else "heads are exchanged"),
+            *(states / 2**20, heads / 2**20, self.scan_shape.fewer_from(ranks, number_bytes)),
+        )
+
+
+class _OneRank:
+    """A context-parallel group as Megatron's constructors ask for it: all heads are here."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0

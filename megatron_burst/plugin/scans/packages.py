@@ -1,0 +1,45 @@
+"""The kernels of the packages mamba_ssm and fla, called as `rank_scan` needs them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.plugin.scans.rank_scan import DeltaRule, Scanned, decayed
+from megatron_burst.plugin.scans.shards import Shard
+from megatron_burst.transport.pinned import to_device
+
+
+def mamba_scan(
+    kernel: Callable[..., Any], chunk: int, given: list[Tensor], shard: Shard
+) -> Scanned:
+    """Return Mamba-2's scan of a shard by mamba_ssm's `mamba_chunk_scan_combined`, without D and z.
+
+    `given`: x [B, T, H, p], dt [B, T, H], positive, A [H], b and c [B, T, groups, n]. The kernel
+    begins anew where `seq_idx` changes, and returns the state behind the last token, float32.
+    """
+    x, dt, decay, b, c = given
+    numbers = to_device(shard.numbers(), x.device).expand(len(x), -1).contiguous()
+    out, final = kernel(x, dt, decay, b, c, chunk, seq_idx=numbers, return_final_states=True)
+    return decayed(out, final.mT, c, dt * decay, shard)
+
+
+def fla_rule(kernel: Callable[..., Any]) -> DeltaRule:
+    """Return fla's `chunk_gated_delta_rule` as a `DeltaRule`; float32 it does not take."""
+
+    def rule(
+        rows: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v, log_decay, beta = (x.contiguous() for x in rows)
+        cuts = to_device(torch.tensor(bounds), q.device) if bounds else None
+        return kernel(
+            *(q, k, v),
+            g=log_decay,
+            beta=beta,
+            initial_state=memory,
+            output_final_state=not bounds,
+            cu_seqlens=cuts,
+        )
+
+    return rule
