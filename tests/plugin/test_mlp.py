@@ -108,9 +108,10 @@ def test_a_replay_whose_output_is_read_computes_it() -> None:
 def test_the_hook_of_a_weight_runs_once() -> None:
     chunked, seen = Mlp(torch.float32), []
     ChunkedMlp(chunked, True, 4)
+    alive = []  # a parameter does not hold its accumulator, and gc ends a hook that alone does
     for weight in chunked.parameters():
-        accumulate = weight.expand_as(weight).grad_fn.next_functions[0][0]
-        accumulate.register_hook(lambda *_, w=weight, kept=accumulate: seen.append(id(w)))
+        alive.append(weight.expand_as(weight).grad_fn.next_functions[0][0])
+        alive[-1].register_hook(lambda *_, w=weight: seen.append(id(w)))
     gradients(chunked, add_residual, torch.float32)
     assert sorted(seen) == sorted(id(weight) for weight in chunked.parameters())
 
