@@ -18,13 +18,17 @@ FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
 class LayoutName(StrEnum):
-    """Which tokens a rank holds; see `Layout`. The last two have no flag."""
+    """Which tokens a rank holds; see `Layout`. The last has no flag."""
 
+    AUTO = "auto"
     ZIGZAG = "zigzag"
     SEGMENTED_ZIGZAG = "segmented-zigzag"
     BALANCED = "balanced"
     CONTIGUOUS = "contiguous"
     STRIPED = "striped"
+
+
+ZIGZAGS = LayoutName.AUTO, LayoutName.ZIGZAG  # in which attention has Megatron's own split
 
 
 def refuse(*cases: tuple[bool, str]) -> None:
@@ -98,8 +102,10 @@ class BurstConfig:
     are at least 2^19 or 2^20 (16384 tokens and 32 heads make 2), so that a kernel call still fills
     the GPU; else 1, as under documents and where latents may travel; logged."""
 
-    layout: LayoutName = field(default=LayoutName.ZIGZAG, metadata={"values": [*LayoutName][:4]})
-    """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P.
+    layout: LayoutName = field(default=LayoutName.AUTO, metadata={"values": [*LayoutName][:-1]})
+    """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P. auto:
+    zigzag for attention; M and G layers pass states on contiguous shards where that sends fewer
+    bytes than their all-to-all over heads; logged.
     segmented-zigzag: each of 2 to 8 equal pieces of the sequence in zigzag by itself, as many as
     leave a chunk 512 rows, for packed sequences and block masks; with
     --recompute-attention-fraction between 0 and 1 two, cut there. balanced: of packed sequences,
@@ -190,6 +196,11 @@ class BurstConfig:
         if fraction is not None:
             check_fraction(fraction)
         self._check_preset()
+
+    @property
+    def is_zigzag(self) -> bool:
+        """Whether attention has Megatron's own split of the tokens."""
+        return self.layout in ZIGZAGS
 
     @property
     def cuts_for_recompute(self) -> bool:

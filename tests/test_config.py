@@ -56,7 +56,7 @@ def test_flags_offer_what_is_built() -> None:
         "algorithm": ("burst", "ring", "allgather", "ulysses"),
         "backward": ("auto", "query", "kv"),
         "topology": ("auto", "flat", "double", "mesh"),
-        "layout": ("zigzag", "segmented-zigzag", "balanced", "contiguous"),
+        "layout": ("auto", "zigzag", "segmented-zigzag", "balanced", "contiguous"),
         "grad_dtype": ("auto", "float32", "model"),
         "mla": ("auto", "latent", "heads"),
         "check": ("off", "nan", "reference"),

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.kernels import Kernel, Request, passed_over
 from megatron_burst.kernels.in_triton import why_plain
 from megatron_burst.plans.choice.cost import Shape
@@ -41,7 +41,7 @@ def log_choice(
         "burst attention: %s on %d ranks (%s, %s%s), kernel %s%s; %s%s",
         config.algorithm,
         heads * grid.ranks,
-        config.layout,
+        LayoutName.ZIGZAG if config.is_zigzag else config.layout,
         spread,
         grid,
         f"{kernel.name} ({reasons})" if reasons else kernel.name,

@@ -43,6 +43,7 @@ from megatron_burst.plugin.own_models import (
 )
 from megatron_burst.plugin.refusals import refusals, refuse_all
 from megatron_burst.plugin.rejections import with_reason
+from megatron_burst.plugin.scans.choice import states_are_passed
 from megatron_burst.plugin.settings import Settings, checks_files, settings_of
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,8 @@ def _make_shared_state(args: argparse.Namespace, settings: Settings) -> SharedSt
     logger.info("%s", config)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
-    return SharedState(config, settings.tokens, documents=settings.has_documents)
+    moves = states_are_passed(args, config, documents=settings.has_documents)
+    return SharedState(config, settings.tokens, moves=moves)
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_burst.config import Algorithm, LayoutName
+from megatron_burst.config import ZIGZAGS, Algorithm, LayoutName
 from megatron_burst.plugin.limits import (
     DEV_LIMITS,
     LIMITS,
@@ -168,7 +168,7 @@ def _document_refusals(args: Any) -> Iterator[str]:
     if name is None:
         return
     layout, ranks = getattr(args, "burst_layout", LayoutName.ZIGZAG), args.context_parallel_size
-    if name == "sft" and ranks > 1 and layout not in (LayoutName.ZIGZAG, LayoutName.CONTIGUOUS):
+    if name == "sft" and ranks > 1 and layout not in (*ZIGZAGS, LayoutName.CONTIGUOUS):
         yield (
             "sft = True: every document is in a zigzag of its own already, which gives the ranks "
             f"equal work: drop --burst-layout {layout}"
@@ -187,9 +187,13 @@ def _document_refusals(args: Any) -> Iterator[str]:
 def _rotary_refusals(args: Any) -> Iterator[str]:
     """Embeddings whose rows cannot be taken one by one, where tokens leave Megatron's order."""
     layout = getattr(args, "burst_layout", LayoutName.ZIGZAG)
-    why = documents_flag(args) or (layout != LayoutName.ZIGZAG and f"--burst-layout {layout}")
-    if not why:
-        return
+    why = documents_flag(args) or (layout not in ZIGZAGS and f"--burst-layout {layout}")
+    if why:
+        yield from cannot_follow(args, why)
+
+
+def cannot_follow(args: Any, why: str) -> Iterator[str]:
+    """Yield the embeddings that cannot follow tokens to where `why` has them."""
     kind = getattr(args, "position_embedding_type", None)
     if kind == "mrope":
         yield f"position_embedding_type = mrope: it cannot follow {why}: drop one of them"

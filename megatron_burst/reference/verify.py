@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.kv import Latents
-from megatron_burst.config import GradDtype, LayoutName
+from megatron_burst.config import ZIGZAGS, GradDtype, LayoutName
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.reference.dense import (
     MARGIN,
@@ -23,7 +23,7 @@ from megatron_burst.reference.dense import (
 from megatron_burst.reference.verify_latents import LatentGradients
 
 _STRETCH = 32  # tokens whose errors are one number: few enough for a border that is one off
-_MEGATRONS = LayoutName.ZIGZAG, LayoutName.BALANCED  # of BALANCED what comes without a layout
+_MEGATRONS = *ZIGZAGS, LayoutName.BALANCED  # of BALANCED what comes without a layout
 
 
 class VerificationError(RuntimeError):

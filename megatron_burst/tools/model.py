@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron_burst.plugin.scans.bytes_sent import ScanShape, shapes_of
 from megatron_burst.tools.flags import Flags, heads_of, hybrid_pattern, whole
 
 
@@ -22,7 +23,7 @@ class Part:
     active: int  # of them, those that meet a token
     saved: int  # numbers of a token that its backward needs
     other_flops: int = 0  # of a token's forward, beside the products with parameters
-    exchanged: int = 0  # numbers of a token that an all-to-all moves in a forward
+    exchanged: int = 0  # numbers of a token that experts' all-to-alls move in a forward
     experts: int = 1  # of a layer
     chosen: int = 1  # of them, for each token
     of_experts: int = 0  # of the parameters, those that expert parallelism shares out
@@ -57,6 +58,8 @@ class Model:
     vocabulary: int  # padded
     tied: bool
     mtp: int  # heads, each with a layer and losses of its own
+    kinds: str  # Megatron's symbols of the layers, those of MTP's heads behind
+    scans: dict[str, ScanShape]  # what layers with a state send by, for a tensor-parallel rank
     others: Mapping[str, Part]  # layers that are not attention, by their kind
 
     @property
@@ -110,9 +113,10 @@ def model_of(given: Flags) -> Model:
         raise ValueError(f"the model is not known without {', '.join(missing)}")
 
     number = partial(whole, given)
-    count, mtp = _counted(given)
+    kinds, mtp = _kinds(given)
+    count, tensor = Counter(kinds), number("tensor-model-parallel-size")
     hidden, heads = number("hidden-size"), heads_of(given)
-    padding = number("make-vocab-size-divisible-by", 128) * number("tensor-model-parallel-size")
+    padding = number("make-vocab-size-divisible-by", 128) * tensor
     ffn, latents = number("ffn-hidden-size", 4 * hidden), None
     if given.get("multi-latent-attention"):
         ranks = {"query": number("q-lora-rank", 0), "kv": number("kv-lora-rank", 32)}
@@ -130,6 +134,8 @@ def model_of(given: Flags) -> Model:
         vocabulary=-(-number("vocab-size") // padding) * padding,
         tied=not given.get("untie-embeddings-and-output-weights"),
         mtp=mtp,
+        kinds=kinds,
+        scans=shapes_of(lambda name, default: number(name.replace("_", "-"), default), tensor),
         others={
             "mlp": _mlp(count["-"], matrices, hidden, ffn),
             "experts": _experts(number, count["E"], matrices, hidden, ffn),
@@ -140,8 +146,8 @@ def model_of(given: Flags) -> Model:
     )
 
 
-def _counted(given: Flags) -> tuple[Counter[str], int]:
-    """How many layers of each kind there are, by Megatron's letters, and how many MTP heads."""
+def _kinds(given: Flags) -> tuple[str, int]:
+    """The layers by Megatron's letters, those of MTP's heads behind, and how many heads."""
     mtp = whole(given, "mtp-num-layers", 0)
     if "hybrid-layer-pattern" in given:
         pattern = str(given["hybrid-layer-pattern"])
@@ -157,9 +163,9 @@ def _counted(given: Flags) -> tuple[Counter[str], int]:
                 f"{pattern} has no E; or give --gpt"
             )
         inner = heads[0] if heads else ""
-        return Counter(main + max(mtp, len(heads)) * inner), max(mtp, len(heads))
+        return main + max(mtp, len(heads)) * inner, max(mtp, len(heads))
     pattern = hybrid_pattern(given)
-    return Counter(pattern + mtp * pattern[-2:]), mtp  # MTP's heads are as the last layer
+    return pattern + mtp * pattern[-2:], mtp  # MTP's heads are as the last layer
 
 
 def _mlp(count: int, matrices: int, hidden: int, ffn: int) -> Part:
@@ -209,5 +215,5 @@ def _delta(number: Any, count: int, hidden: int) -> Part:
 
 def _recurrent(count: int, hidden: int, projected: int, inner: int, scan_flops: int) -> Part:
     """The first product makes `projected` numbers of a token, the last one takes `inner`."""
-    products, moved = hidden * (projected + inner), projected + inner  # heads for tokens, and back
-    return Part(count, products, products, 3 * hidden + 2 * moved, scan_flops, moved)
+    products, made = hidden * (projected + inner), projected + inner
+    return Part(count, products, products, 3 * hidden + 2 * made, scan_flops)

@@ -25,12 +25,11 @@ from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.core.packed_seq_params")
 from megatron_burst.plugin.hooks.layer_layouts import (  # noqa: E402
-    layer_kinds,
     moves,
     over_tensor_ranks,
     sides,
 )
-from megatron_burst.plugin.hooks.layer_moves import LayerMoves  # noqa: E402
+from megatron_burst.plugin.hooks.layer_moves import LayerMoves, layer_kinds  # noqa: E402
 from megatron_burst.plugin.hooks.row_exchange import carry, find_moves  # noqa: E402
 from tests.plugin.test_row_exchange import carried  # noqa: E402
 
@@ -52,11 +51,11 @@ def test_rows_move_at_borders_of_the_pattern_alone(kinds: str, expected: str, ti
 
 def test_the_kinds_of_all_stages() -> None:
     """Of a GPTModel, too, some of whose layers are gated delta nets."""
-    assert layer_kinds(SimpleNamespace(hybrid_layer_pattern="M*|-G/*-/*-")) == "M*-G"
     config = SimpleNamespace(num_layers=4, experimental_attention_variant=None)
-    assert layer_kinds(SimpleNamespace(config=config)) == "****"
+    assert layer_kinds(config, "M*|-G/*-/*-") == "M*-G"
+    assert layer_kinds(config, None) == "****"
     config.experimental_attention_variant, config.linear_attention_freq = "gated_delta_net", 2
-    assert layer_kinds(SimpleNamespace(config=config)) == "G*G*"
+    assert layer_kinds(config, None) == "G*G*"
 
 
 def layouts(ranks: int, unit: int) -> list[Layout]:

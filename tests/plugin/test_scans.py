@@ -1,5 +1,6 @@
 """Scans over contiguous shards equal, in float64, their recurrences step by step. (fast tier)"""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ from megatron_burst import BurstConfig  # noqa: E402
 from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.scans import mixers  # noqa: E402
-from megatron_burst.plugin.scans.bytes_sent import ScanShape  # noqa: E402
+from megatron_burst.plugin.scans.bytes_sent import ScanShape, shapes_of  # noqa: E402
+from megatron_burst.plugin.scans.choice import sent_by_args, states_are_passed  # noqa: E402
 from megatron_burst.plugin.scans.hand_over import rows_before  # noqa: E402
 from megatron_burst.plugin.scans.layer import OverRanks  # noqa: E402
 from megatron_burst.plugin.scans.mixers import DeltaNetOverRanks  # noqa: E402
@@ -210,6 +212,7 @@ def counted(team: Team, delta: bool) -> int:
 def test_bytes_are_those_that_are_sent(workers: WorkerPool, ranks: int, delta: bool) -> None:
     transition = HEADS * KEYS**2 if delta else HEADS
     shape = ScanShape(
+        heads=HEADS,
         state=HEADS * KEYS * VALUES,
         transition=transition,
         width=WIDTH,
@@ -224,25 +227,72 @@ def test_bytes_are_those_that_are_sent(workers: WorkerPool, ranks: int, delta: b
 
 
 def test_bytes_are_those_of_the_page() -> None:
-    mamba, delta = (
-        ScanShape(
-            state=heads * size * 128,
-            transition=transition,
-            width=4,
-            convolved=heads * size + keys,
-            projected=2 * heads * size + keys + gates,
-            out=heads * size,
-        )
-        for heads, size, keys, gates, transition in (
-            (128, 64, 2 * 8 * 128, 128, 128),
-            (32, 128, 2 * 16 * 128, 2 * 32, 32 * 128 * 128),
-        )
-    )
+    shapes = shapes_of(lambda name, default: {"hidden_size": 4096}.get(name, default))
+    mamba, delta = shapes["M"], shapes["G"]
     assert [each.fewer_from(8, 2) for each in (mamba, delta)] == [629, 1022]
     assert [each.fewer_from(2, 2) for each in (mamba, delta)] == [160, 258]
     assert [round(each.by_states(8, 2) / 2**20) for each in (mamba, delta)] == [28, 28]
     sent = [each.by_heads(16384, 8, 2) / 2**20 for each in (mamba, delta)]
     assert sent == pytest.approx([732, 450], abs=1)
+
+
+NEMOTRON = SimpleNamespace(
+    context_parallel_size=8,
+    tensor_model_parallel_size=1,
+    sequence_parallel=False,
+    hidden_size=4096,
+    mamba_num_heads=128,
+    bf16=True,
+    fp16=False,
+    seq_length=8 * 16384,
+    hybrid_layer_pattern="M-M*|-M-M*-/*",
+    experimental_attention_variant=None,
+    multi_latent_attention=False,
+    position_embedding_type="none",
+    cp_comm_type=["burst"],
+)
+
+
+def passed(layout: str = "auto", *, documents: bool = False, **changed: Any) -> bool:
+    args = SimpleNamespace(**{**vars(NEMOTRON), **changed})
+    return states_are_passed(args, BurstConfig(layout=layout), documents=documents)
+
+
+def test_auto_passes_states_where_that_sends_fewer_bytes() -> None:
+    sent = sent_by_args(NEMOTRON, "M-M*-M-M*-")
+    rows = 16384 * 4096 * 2
+    shape = shapes_of(lambda name, default: {"hidden_size": 4096}.get(name, default))["M"]
+    assert sent.states == 4 * shape.by_states(8, 2) + 4 * rows
+    assert sent.heads == 4 * shape.by_heads(16384, 8, 2)
+    # A token's heads in four layers less its row at four borders.
+    a_token = 4 * (shape.by_heads(8, 8, 2) / 8 - 8192)
+    least = math.ceil(4 * shape.by_states(8, 2) / a_token)
+    assert not passed(seq_length=8 * (least - 1)) and passed(seq_length=8 * (least + 1))
+    # With sequence parallelism each tensor-parallel rank moves its part of the rows.
+    cut = SimpleNamespace(**vars(NEMOTRON) | {"tensor_model_parallel_size": 2})
+    whole = sent_by_args(cut, "M*").states
+    cut.sequence_parallel = True
+    assert whole - sent_by_args(cut, "M*").states == rows
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"context_parallel_size": 1},
+        {"hybrid_layer_pattern": "*-*-"},
+        {"cuda_graph_impl": "transformer_engine"},
+        {"cp_comm_type": ["burst", "p2p"]},
+        {"position_embedding_type": "mrope"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_auto_leaves_heads_to_megatron_where_rows_cannot_move(changed: dict[str, Any]) -> None:
+    assert passed() and not passed(**changed)
+
+
+def test_who_names_zigzag_keeps_all_layers_in_it_but_for_documents() -> None:
+    assert not passed("zigzag") and passed("zigzag", documents=True) and passed("contiguous")
+    assert passed(mamba_num_heads=100, seq_length=1024), "heads that do not divide over the ranks"
 
 
 def test_where_documents_lie_on_a_shard() -> None:
@@ -278,7 +328,7 @@ def a_layer(layout: str, ranks: int) -> Any:
 
 def test_a_layer_knows_when_states_are_passed() -> None:
     packed, raw = PackedDocuments(bounds=(0, 3, 8)), PackedSeqParams()
-    refused = pytest.raises(ValueError, match="layer 3 passes states .* documents=True")
+    refused = pytest.raises(ValueError, match="layer 3 passes states .* moves=True")
     alone, zigzag, contiguous = a_layer("zigzag", 1), a_layer("zigzag", 2), a_layer("contiguous", 2)
     assert alone.shard(8, None, None) is zigzag.shard(4, None, None) is None
     assert alone.shard(8, packed, None) == Shard((0, 3, 8), 0)

@@ -24,6 +24,7 @@ from megatron_burst.tools.plan import measure, memory, step, timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
+from megatron_burst.tools.plan.scans import said_of_scans, sent_for_scans, taken_by_scans
 from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _schedules, _sizes, search
 from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Workload
@@ -392,6 +393,27 @@ def test_a_model_with_a_pattern_is_planned(capsys: pytest.CaptureFixture[str]) -
     assert f"--hybrid-layer-pattern '{pattern}'" in command
 
 
+def test_layers_with_a_state_send_the_fewer_bytes_of_their_two_ways() -> None:
+    def load(tokens: int, **flags: object) -> Workload:
+        given = {"context_parallel_size": 8, "recompute_num_layers": 2, **flags}
+        return load_of("nemotron_h_8b", 8, seq_length=8 * tokens, **given)
+
+    # 10 borders of 4096 numbers a token, and in 24 layers 128 heads of 64 channels with 128
+    # states of 8 groups: 18560 numbers before the scan, 8192 behind, 10240 under the convolution.
+    long = load(16384)
+    states = 24 * (7 * 4 * (8192 * 128 + 128) + 3 * 10240 * 2) + 10 * 16384 * 4096 * 2
+    heads = 24 * 16384 * (18560 + 8192) * 2 * 7 // 8
+    assert sent_for_scans(long) == (states, heads) and taken_by_scans(long) == states
+    assert f"{states / 2**20:.4g} MiB where they are passed" in said_of_scans(long)
+    assert taken_by_scans(load(512)) == sent_for_scans(load(512)).heads
+    assert taken_by_scans(load(16384, burst_layout="zigzag")) == heads
+    assert taken_by_scans(load(16384, micro_batch_size=2)) == 2 * states
+    # All-to-alls of a node: forward, again and backward.
+    saved = 3 * (heads - states) / H100.within_rate
+    zigzag = load(16384, burst_layout="zigzag")
+    assert step.layers_seconds(zigzag) - step.layers_seconds(long) == pytest.approx(saved)
+
+
 def test_all_nics_of_a_node_carry_its_ring_of_gradients() -> None:
     """Of 8 GPUs on 4 NICs of 22 GB/s 88 GB/s leave a node, of 8 on 8 of 45 what NVLink has."""
     machine = CONFIGS.cluster("a800")
@@ -429,7 +451,7 @@ def test_ranks_of_an_expert_gather_what_comes_to_it() -> None:
     assert apart == pytest.approx(2 * experts / 2)
     part = whole.model.parts["experts"]
     sent = tokens * 2 * 8 * hidden * 2
-    times = [step._exchanged(load, "experts", part) for load in (whole, cut)]
+    times = [step._exchanged(load, part) for load in (whole, cut)]
     assert times == pytest.approx([sent * 3 / 4 / 360e9, sent * (3 / 4 + 1) / 360e9])
 
 
@@ -441,7 +463,7 @@ def test_a_dispatcher_without_all_to_alls_gathers_every_token() -> None:
     assert workload_of(unsaid, H100, 8).gathers_tokens, "Megatron's default"
     hidden = plain.local_tokens // 2 * plain.model.hidden * 2
     part = plain.model.parts["experts"]
-    assert step._exchanged(every, "experts", part) == pytest.approx(2 * 7 * hidden / 360e9)
+    assert step._exchanged(every, part) == pytest.approx(2 * 7 * hidden / 360e9)
     assert working_set(every) - working_set(plain) == pytest.approx(8 * hidden, rel=1e-6)
     found = search(FLAGS | CONFIGS.model("qwen3_30b_a3b"), H100, 16, Wish([0], ("ep",)), 1)
     assert "--moe-token-dispatcher-type alltoall" in found[0].command()

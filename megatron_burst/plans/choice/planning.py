@@ -313,6 +313,7 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
         count = next((n for n in enough if tokens // (2 * n * ranks) >= _CHUNK_ROWS), 2)
         return segmented_zigzag([tokens // count] * count, ranks)
     makers = {
+        LayoutName.AUTO: zigzag,
         LayoutName.ZIGZAG: zigzag,
         LayoutName.BALANCED: zigzag,  # where there are no documents by which to choose
         LayoutName.CONTIGUOUS: contiguous,

@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from megatron_burst.config import Algorithm, BurstConfig, LayoutName
+from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.plugin.refusals import refuse_all
 
 MEGATRONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -52,7 +52,7 @@ def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: b
     cases = (
         (lacks_te, f"need TransformerEngine, which is not installed: {ours}"),
         (
-            config.layout is not LayoutName.ZIGZAG,
+            not config.is_zigzag,
             f"know no --burst-layout {config.layout}: drop it",
         ),
         (config.block_mask, "know no --burst-block-mask: drop it"),

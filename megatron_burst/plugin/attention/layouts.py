@@ -31,7 +31,7 @@ class Layouts:
         self.context, self._window, self._queries_a_key = context, window, queries_a_key
         config, ranks = context.config, context.ranks
         self._balances = config.layout is LayoutName.BALANCED and ranks > 1
-        self._may_pay = config.layout is LayoutName.ZIGZAG and config.block_mask is None
+        self._may_pay = config.is_zigzag and config.block_mask is None
         self._may_pay &= context.rank == 0 and context.heads.size < ranks
         self.of = functools.lru_cache(_KEPT)(self._of)
 

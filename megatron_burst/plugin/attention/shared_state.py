@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_burst.config import BurstConfig, Check, LayoutName
+from megatron_burst.config import BurstConfig, Check
 from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
 from megatron_burst.plugin.attention.contexts import Contexts
 from megatron_burst.plugin.attention.documents import PackedDocuments, Reader
@@ -17,20 +17,21 @@ class SharedState:
     Args:
         config: the settings.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
-        documents: whether micro-batches have documents, so that layers with a state begin anew.
+        moves: whether tokens may leave Megatron's zigzag, as they do in micro-batches with
+            documents and in other layouts, and where layers with a state pass it.
 
     Raises:
         ValueError: --burst-block-mask cannot be read.
     """
 
     def __init__(
-        self, config: BurstConfig, tokens: int | None = None, *, documents: bool = False
+        self, config: BurstConfig, tokens: int | None = None, *, moves: bool = False
     ) -> None:
         self.config = config
         self.masks = Masks(config.block_mask)
         self.contexts = Contexts(config, tokens, self.masks)
         # Mamba-2 and gated delta nets on contiguous shards; else Megatron's, in its zigzag.
-        self.passes_states = documents or config.layout is not LayoutName.ZIGZAG
+        self.passes_states = moves or not config.is_zigzag
         self.follows_layout = not self.passes_states
         fraction, self.checkpoints = config.recompute_fraction, None
         if fraction is not None and fraction < 1:

@@ -9,11 +9,6 @@ stage knows in which layout it receives: that in which the layer before ran.
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
-
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-    get_linear_attention_pattern,
-)
 
 from megatron_burst.plans.visibility.layout import Layout
 
@@ -42,16 +37,6 @@ def sides(kinds: Sequence[str]) -> list[Side]:
 def moves(found: Sequence[Side]) -> int:
     """Return how often rows move in a forward, on the way back behind the last layer, too."""
     return sum(a is not b for a, b in zip(found, [*found[1:], Side.ATTENTION], strict=True))
-
-
-def layer_kinds(model: Any) -> str:
-    """Return the symbols of all decoder layers of a GPTModel or HybridModel, of all its stages."""
-    pattern = getattr(model, "hybrid_layer_pattern", None)
-    if pattern is not None:
-        return str(pattern).partition("/")[0].replace("|", "")
-    if model.config.experimental_attention_variant is None:
-        return "*" * int(model.config.num_layers)
-    return "".join("G" if linear else "*" for linear in get_linear_attention_pattern(model.config))
 
 
 def over_tensor_ranks(layout: Layout, ranks: int) -> Layout:

@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.plans.visibility.layout import Layout
-from megatron_burst.plugin.hooks.layer_layouts import (
-    Side,
-    layer_kinds,
-    moves,
-    over_tensor_ranks,
-    sides,
-)
+from megatron_burst.plugin.hooks.layer_layouts import Side, moves, over_tensor_ranks, sides
 from megatron_burst.plugin.hooks.row_exchange import Moves, carry, find_moves
 
 logger = logging.getLogger(__name__)
@@ -50,7 +47,7 @@ class LayerMoves:
         assert context.group is not None
         self._group: dist.ProcessGroup = groups.tp_cp if self._spread > 1 else context.group
         self._moves_of = functools.lru_cache(_KEPT)(self._find)
-        self._kinds = layer_kinds(model)
+        self._kinds = layer_kinds(model.config, getattr(model, "hybrid_layer_pattern", None))
         self._count = moves(sides(self._kinds))
         if self._spread > 1 and self._group.rank() != (
             context.rank * self._spread + groups.tp.rank()
@@ -130,6 +127,20 @@ class LayerMoves:
         if side is Side.SCANS:
             return self._scans(tokens, self._context.ranks)
         return layout or self._context.layout(tokens)
+
+
+def layer_kinds(sizes: Any, pattern: str | None) -> str:
+    """Return the symbols of all decoder layers of a model, of all its stages.
+
+    Args:
+        sizes: Megatron's arguments, or a TransformerConfig.
+        pattern: a HybridModel's; None for a GPTModel.
+    """
+    if pattern is not None:
+        return pattern.partition("/")[0].replace("|", "")
+    if sizes.experimental_attention_variant is None:
+        return "*" * int(sizes.num_layers)
+    return "".join("G" if linear else "*" for linear in get_linear_attention_pattern(sizes))
 
 
 def _mtp_stacks(model: Any) -> Iterator[Any]:

@@ -84,7 +84,7 @@ class SequenceHooks:
             pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(config)
             if found := recurrent_layers(pattern):
                 stage.let_layers_differ(found, self._shared)
-            moves = self._shared.config.layout is not LayoutName.ZIGZAG and context.ranks > 1
+            moves = not self._shared.config.is_zigzag and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
         self._shared.follow_layout()
@@ -175,7 +175,7 @@ class _StageHooks:
         if shared.passes_states:
             self._layer_moves = LayerMoves(self._model, self._context, shared.scan_layout)
         else:
-            self._refused = f"documents and {scans} layers need a SharedState with documents=True"
+            self._refused = f"documents and {scans} layers need a SharedState with moves=True"
 
     def layout_of(self, batch: Mapping[str, Any], tokens: int) -> Layout | None:
         """Return the layout for a whole batch; None where each document is in zigzag by itself."""

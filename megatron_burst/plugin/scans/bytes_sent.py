@@ -1,19 +1,56 @@
-"""What a layer with a state sends: states, or channels by Megatron's all-to-all over heads."""
+"""What layers with a state send: states, or channels by Megatron's all-to-all over heads."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from typing import NamedTuple
+
+from megatron_burst.plugin.hooks.layer_layouts import moves, sides
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanShape:
     """What a layer sends by; heads and channels are those of one tensor-parallel rank."""
 
+    heads: int  # that an all-to-all shares out
     state: int  # numbers of the states of all heads
     transition: int  # numbers by which a rank's tokens change them
     width: int  # tokens under the convolution
     convolved: int  # channels of it
     projected: int  # channels that the projection before the scan makes
     out: int  # channels behind the scan
+
+    @classmethod
+    def of_mamba(
+        cls, *, heads: int, head_dim: int, groups: int, states: int, width: int = 4
+    ) -> "ScanShape":
+        """Return that of a Mamba-2 layer; `states` are those of one channel."""
+        inner, both = heads * head_dim, 2 * groups * states
+        return cls(
+            heads=heads,
+            state=inner * states,
+            transition=heads,
+            width=width,
+            convolved=inner + both,
+            projected=2 * inner + both + heads,
+            out=inner,
+        )
+
+    @classmethod
+    def of_delta_net(
+        cls, *, key_heads: int, heads: int, key_dim: int, value_dim: int, width: int
+    ) -> "ScanShape":
+        """Return that of a gated delta net; its values have `heads`."""
+        keys, values = 2 * key_heads * key_dim, heads * value_dim
+        return cls(
+            heads=key_heads,
+            state=heads * key_dim * value_dim,
+            transition=heads * key_dim**2,
+            width=width,
+            convolved=keys + values,
+            projected=keys + 2 * values + 2 * heads,
+            out=values,
+        )
 
     def by_states(self, ranks: int, number_bytes: int) -> int:
         """Return the bytes a sequence that a rank sends at the most forward; backward no T.
@@ -30,4 +67,59 @@ class ScanShape:
     def fewer_from(self, ranks: int, number_bytes: int) -> int:
         """Return from how many tokens a rank on passing states sends no more."""
         a_token = self.by_heads(ranks, ranks, number_bytes) / ranks
-        return ceil(self.by_states(ranks, number_bytes) / a_token)
+        return math.ceil(self.by_states(ranks, number_bytes) / a_token)
+
+
+def shapes_of(number: Callable[[str, int], int], tensor: int = 1) -> dict[str, ScanShape]:
+    """Return those of a model's layers, by their symbols.
+
+    Args:
+        number: gives the value of one of Megatron's arguments, or what it is if it is not given.
+        tensor: tensor-parallel ranks.
+    """
+    head_dim = number("mamba_head_dim", 64)
+    heads = number("mamba_num_heads", 2 * number("hidden_size", 0) // head_dim)
+    return {
+        "M": ScanShape.of_mamba(
+            heads=heads // tensor,
+            head_dim=head_dim,
+            groups=number("mamba_num_groups", 8) // tensor,
+            states=number("mamba_state_dim", 128),
+        ),
+        "G": ScanShape.of_delta_net(
+            key_heads=number("linear_num_key_heads", 16) // tensor,
+            heads=number("linear_num_value_heads", 32) // tensor,
+            key_dim=number("linear_key_head_dim", 128),
+            value_dim=number("linear_value_head_dim", 128),
+            width=number("linear_conv_kernel_dim", 4),
+        ),
+    }
+
+
+class Sent(NamedTuple):
+    """Bytes a sequence that a rank sends for all layers with a state of a model, forward."""
+
+    states: int  # the rows that move to contiguous shards and back among them
+    heads: float  # infinite where heads do not divide over the ranks
+
+
+def sent_by_model(
+    kinds: str, shapes: dict[str, ScanShape], rows: int, tokens: int, ranks: int, number_bytes: int
+) -> Sent:
+    """Return what a model sends in either way.
+
+    Args:
+        kinds: the symbols of its layers.
+        shapes: of those with a state.
+        rows: bytes of a rank's hidden states, all of which move at a border: no rank far from both
+            ends of the sequence has in zigzag what it has of contiguous shards.
+        tokens: of a rank.
+        ranks: context-parallel ones.
+        number_bytes: of a number of an activation.
+    """
+    layers = [shapes[kind] for kind in kinds if kind in shapes]
+    states = sum(each.by_states(ranks, number_bytes) for each in layers)
+    heads: float = sum(each.by_heads(tokens, ranks, number_bytes) for each in layers)
+    if any(each.heads % ranks for each in layers):
+        heads = math.inf
+    return Sent(states + moves(sides(kinds)) * rows, heads)

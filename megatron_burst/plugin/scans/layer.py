@@ -59,7 +59,7 @@ class OverRanks:
             raise ValueError(
                 f"layer {self.layer_number} passes states from rank to rank in training alone, in "
                 "a model that megatron_burst.plugin.hooks.sequence_hooks.SequenceHooks is attached "
-                "to, of a SharedState with documents=True or a layout other than zigzag"
+                "to, of a SharedState with moves=True or a layout other than zigzag"
             )
         return shard_of(bounds, tokens, group.rank())
 

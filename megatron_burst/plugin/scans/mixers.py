@@ -83,14 +83,12 @@ class MambaOverRanks(OverRanks, MambaMixer):
     @property
     def scan_shape(self) -> ScanShape:
         """What the layer sends by."""
-        inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
-        return ScanShape(
-            state=inner * self.d_state,
-            transition=self.nheads_local_tp,
+        return ScanShape.of_mamba(
+            heads=self.nheads_local_tp,
+            head_dim=self.headdim,
+            groups=self.ngroups_local_tp,
+            states=self.d_state,
             width=self.d_conv,
-            convolved=inner + 2 * states,
-            projected=2 * inner + 2 * states + self.nheads_local_tp,
-            out=inner,
         )
 
 
@@ -158,14 +156,12 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
     @property
     def scan_shape(self) -> ScanShape:
         """What the layer sends by."""
-        heads, size = self.num_v_heads_local_tp, self.key_head_dim
-        return ScanShape(
-            state=heads * size * self.value_head_dim,
-            transition=heads * size * size,
+        return ScanShape.of_delta_net(
+            key_heads=self.qk_dim_local_tp // self.key_head_dim,
+            heads=self.num_v_heads_local_tp,
+            key_dim=self.key_head_dim,
+            value_dim=self.value_head_dim,
             width=self.conv_kernel_dim,
-            convolved=self.conv_dim_local_tp,
-            projected=sum(self.feat_dim_split) * self.cp_size,
-            out=self.v_dim_local_tp,
         )
 
 

@@ -16,6 +16,7 @@ from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.memory import usable, usable_host
 from megatron_burst.tools.plan.ranking import Candidate, rank
 from megatron_burst.tools.plan.reading import loss_chunking
+from megatron_burst.tools.plan.scans import said_of_scans
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
@@ -148,6 +149,8 @@ def _print(found: list[Candidate], most: int) -> None:
     )
     if buffers := found[0].memory.nccl / 2**30:
         console.print(f"of a GPU, NCCL's buffers for attention's messages: {buffers:.2f} GiB")
+    if line := said_of_scans(load):
+        console.print(line)
     if found[0].fits:
         print(f"\nthe first of them, on every node:\n{found[0].command()}")
 

@@ -15,16 +15,18 @@ from megatron_burst.tools.plan.workload import Workload
 
 _FRACTION = "recompute-attention-fraction"
 _NAMING = ("context-parallel-algo", "burst-backward", "burst-topology")
-_CHOSEN = (*_NAMING, "burst-head-parallel-size", "burst-layout", _FRACTION)
+_LAYOUT = "burst-layout"
+_CHOSEN = (*_NAMING, "burst-head-parallel-size", _LAYOUT, _FRACTION)
 _FINALISTS = 4
 
 
 def unchosen(given: Flags) -> dict[str, Any]:
     """Return the flags without those that ranking chooses.
 
-    How documents are balanced it does not.
+    How documents are balanced it does not, nor whether layers with a state stay in zigzag.
     """
-    kept = ("burst-layout",) if given.get("dataloader-inter-document-masking") else ()
+    is_asked = given.get("dataloader-inter-document-masking") or given.get(_LAYOUT) == "zigzag"
+    kept = (_LAYOUT,) if is_asked else ()
     return {name: value for name, value in given.items() if name in kept or name not in _CHOSEN}
 
 

@@ -7,6 +7,7 @@ from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
 from megatron_burst.tools.model import Part
 from megatron_burst.tools.plan.memory import hosted_activations, hosted_inputs, hosted_parameters
+from megatron_burst.tools.plan.scans import taken_by_scans
 from megatron_burst.tools.plan.timing import Pass, attention_passes, together
 from megatron_burst.tools.plan.workload import Workload
 
@@ -106,7 +107,11 @@ def layers_seconds(load: Workload) -> float:
     """
     machine, tokens = load.cluster, load.local_tokens / load.tensor
     rate = machine.linear_rate * (machine.fp8_speedup if load.fp8 else 1)
-    seconds = waited = 0.0
+    seconds, waited = 0.0, 0.0
+    if taken := taken_by_scans(load) if load.context > 1 else 0:
+        whole = taken * load.context / (load.context - 1)
+        again = 3 if load.recompute else 2  # the backward sends as much as a forward
+        seconds += again * _all_to_all(load, whole, load.context, load.tensor)
     for name, part in load.model.parts.items():
         # In forwards, of which the backward counts for two.
         again = _MODULES.get(name) in load.selective or (name == "mlp" and load.mlp_chunks > 1)
@@ -116,11 +121,9 @@ def layers_seconds(load: Workload) -> float:
         products = part.forward_flops / filled / rate
         moved = 2 * part.saved * load.element_bytes / machine.memory_rate
         seconds += part.count * times * tokens * (products + moved)
-        each = part.count * (times - 1) * _exchanged(load, name, part)
         if name == "experts":
-            waited = each + part.count * times * machine.experts_seconds
-        else:
-            seconds += each
+            waited = part.count * (times - 1) * _exchanged(load, part)
+            waited += part.count * times * machine.experts_seconds
     # Experts take tokens as they are spread.
     shared = sum(p.count for n, p in load.model.parts.items() if n not in ("experts", "mtp"))
     seconds += shared * _tensor_parallel(load)
@@ -134,29 +137,28 @@ def _filled(load: Workload, part: Part) -> float:
     return rows / (math.ceil(rows / _BLOCK) * _BLOCK)
 
 
-def _exchanged(load: Workload, name: str, part: Part) -> float:
-    """Seconds of the all-to-alls of one layer in a pass: of experts, or of heads for tokens.
+def _exchanged(load: Workload, part: Part) -> float:
+    """Seconds of the all-to-alls of one layer of experts in a pass.
 
     All ranks of an expert gather what came to each. Without all-to-alls the ranks of all experts
     gather every token, and sums of their results are scattered.
     """
-    if not part.exchanged:
-        return 0.0
-    machine, ranks, beside = load.cluster, load.context, load.tensor
+    ranks, beside = load.expert, load.expert_tensor
     number = load.local_tokens / load.tensor * load.element_bytes
-    if name == "experts":
-        ranks, beside = load.expert, load.expert_tensor
-        if load.gathers_tokens:
-            moved = 2 * number * load.model.hidden * (ranks * beside - 1)
-            return moved / _ring_rate(load, ranks * beside, 1)
+    if load.gathers_tokens:
+        moved = 2 * number * load.model.hidden * (ranks * beside - 1)
+        return moved / _ring_rate(load, ranks * beside, 1)
     sent = number * part.exchanged
-    in_node = min(ranks, max(1, machine.gpus_per_node // beside))
+    gathered = (beside - 1) * sent / load.cluster.within_rate
+    return _all_to_all(load, sent, ranks, beside) + gathered
+
+
+def _all_to_all(load: Workload, sent: float, ranks: int, beside: int) -> float:
+    """Seconds in which each rank has bytes for all, itself among them; `beside` ranks do alike."""
+    machine, in_node = load.cluster, min(ranks, max(1, load.cluster.gpus_per_node // beside))
     across = sent * (ranks - in_node) / ranks
     within = sent * (in_node - 1) / ranks / machine.within_rate
-    seconds = max(within, across * machine.gpus_per_nic / machine.nic_rate)
-    if name == "experts":
-        seconds += (beside - 1) * sent / machine.within_rate
-    return seconds
+    return max(within, across * machine.gpus_per_nic / machine.nic_rate)
 
 
 def _tensor_parallel(load: Workload) -> float:

@@ -1,0 +1,34 @@
+"""What layers with a state send, M and G: states and the rows that move for them, or heads."""
+
+from megatron_burst.config import LayoutName
+from megatron_burst.plugin.scans.bytes_sent import Sent, sent_by_model
+from megatron_burst.tools.plan.workload import Workload
+
+
+def sent_for_scans(load: Workload) -> Sent:
+    """Return the bytes that a rank sends in either way of a micro-batch's forward."""
+    rows = load.local_tokens // load.micro * load.model.hidden * load.element_bytes
+    rows //= load.tensor if load.sequence_parallel else 1
+    sizes = load.local_tokens // load.micro, load.context, load.element_bytes
+    sent = sent_by_model(load.model.kinds, load.model.scans, rows, *sizes)
+    return Sent(sent.states * load.micro, sent.heads * load.micro)
+
+
+def taken_by_scans(load: Workload) -> float:
+    """Return those of the way that a training takes; see --burst-layout."""
+    sent = sent_for_scans(load)
+    if load.documents or not load.config.is_zigzag:
+        return sent.states
+    return sent.heads if load.config.layout is LayoutName.ZIGZAG else min(sent)
+
+
+def said_of_scans(load: Workload) -> str:
+    """Return a line for the page; empty where no layer has a state, or one rank all tokens."""
+    sent, taken = sent_for_scans(load), taken_by_scans(load)
+    if load.context == 1 or not sent.states:
+        return ""
+    return (
+        f"layers with a state, a rank and a forward: {sent.states / 2**20:.4g} MiB where they are "
+        f"passed and rows move, {sent.heads / 2**20:.4g} MiB by an all-to-all over heads; taken: "
+        f"{'states' if taken == sent.states else 'heads'}"
+    )
