@@ -105,13 +105,11 @@ class BurstConfig:
     layout: LayoutName = field(default=LayoutName.AUTO, metadata={"values": [*LayoutName][:-1]})
     """Which tokens a rank holds. zigzag: Megatron's own split, chunks r and 2P-1-r of 2P. auto:
     zigzag for attention; M and G layers pass states on contiguous shards where that sends fewer
-    bytes than their all-to-all over heads; logged.
-    segmented-zigzag: each of 2 to 8 equal pieces of the sequence in zigzag by itself, as many as
-    leave a chunk 512 rows, for packed sequences and block masks; with
+    bytes than an all-to-all over heads; logged. segmented-zigzag: each of 2 to 8 equal pieces in
+    zigzag by itself, as many as leave a chunk 512 rows, for packed sequences and block masks; with
     --recompute-attention-fraction between 0 and 1 two, cut there. balanced: of packed sequences,
     chunks that are chosen every micro-batch so that all ranks have as much work; else zigzag.
-    contiguous: equal pieces in their order, over which M and G layers pass states, with packed
-    sequences too; a causal mask leaves the last rank twice the mean's work of attention."""
+    contiguous: equal pieces in their order; the last has twice the mean's work of attention."""
 
     block_mask: str | None = None
     """A block-sparse mask: a .npy file with a square table of booleans, which blocks of keys each
@@ -236,8 +234,7 @@ class BurstConfig:
             "mla": (Mla.AUTO, Mla.HEADS),
         }
         if self.algorithm is Algorithm.ULYSSES:
-            idle = "backward", "topology", "grad_dtype"
-            fixed |= dict.fromkeys(idle, ("auto",))
+            fixed |= dict.fromkeys(("backward", "topology", "grad_dtype"), ("auto",))
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (None, 1)
         for spec in dataclasses.fields(self):
