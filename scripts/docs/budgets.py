@@ -35,7 +35,6 @@ PARTS = {
     "backward": "gradients that are returned",
 }
 WAYS = ("forward", "backward")
-SHOWN = ("kernels", "bytes", "peak")
 type Row = dict[str, str]
 
 
@@ -109,7 +108,7 @@ def _parts(made: Pass) -> list[str]:
 
 def parts(rows: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
-    shown = [f"{way}_{what}" for way, what in product(WAYS, SHOWN)]
+    shown = [f"{way}_peak" for way in WAYS]
     causal = [each for each in rows if each["mask"] == "causal"]
     most = [e for e in causal if e["heads"] == "4:4" and " / " not in e["ring"]]
     more = [e for e in causal if e["nodes"] == "4" and e["ring"].startswith("kv") and e not in most]

@@ -30,12 +30,7 @@ WAYS = {
     "ulysses": BurstConfig(algorithm="ulysses"),
     "direct": BurstConfig(topology="double", head_chunks=1),
 }
-GROUPS = {
-    "all ranks": Options(own=False, max_ctas=64),
-    "own": Options(max_ctas=64),
-    "own, 8 CTAs": Options(max_ctas=8),
-    "ours": Options(),
-}
+GROUPS = {"all ranks": Options(own=False, max_ctas=64), "ours": Options()}
 
 
 def channels() -> str:

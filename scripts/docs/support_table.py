@@ -53,7 +53,6 @@ USUAL = Request(torch.device("cpu"), torch.bfloat16, 8, 8, 64, 64)
 REQUESTS: Mapping[str, Request] = {
     "float16": replace(USUAL, dtype=torch.float16),
     "float32": replace(USUAL, dtype=torch.float32),
-    "float64": replace(USUAL, dtype=torch.float64),
     "grouped kv heads": replace(USUAL, kv_heads=2),
     "head size 128": replace(USUAL, head_dim=128, value_head_dim=128),
     "head size 256": replace(USUAL, head_dim=256, value_head_dim=256),
@@ -81,13 +80,21 @@ def tables() -> dict[str, Table]:
     return {
         "masks": (["layout", "masks", *Algorithm], _grouped(_mask_rows())),
         "settings": (["setting", *Algorithm], _grouped(_setting_rows())),
-        "kernels": (["request", *KERNELS], _grouped(_kernel_rows())),
+        "kernels": _columns_grouped(["request", *KERNELS], _grouped(_kernel_rows())),
         "layers": (["symbol", "layer", "not with"], _layer_rows()),
         "attention": (limits, _limit_rows({**LIMITS, **DEV_LIMITS})),
         "latents": (limits, _limit_rows(LATENT_LIMITS)),
         "loss": (limits, _limit_rows(LM_HEAD_LIMITS)),
         "mlp": (limits, _limit_rows(MLP_LIMITS)),
     }
+
+
+def _columns_grouped(head: list[str], rows: Iterable[list[str]]) -> Table:
+    """Put columns with equal cells into one."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in zip(head, *rows, strict=True):
+        names.setdefault(tuple(cells), []).append(name)
+    return [", ".join(some) for some in names.values()], map(list, zip(*names, strict=True))
 
 
 def _grouped(rows: Iterable[list[str]]) -> Iterator[list[str]]:
