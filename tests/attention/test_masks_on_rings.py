@@ -172,6 +172,19 @@ def test_of_two_rings_one_that_leaves_a_rank_far_more_work_is_not_taken() -> Non
     assert names[0] == "kv direct exchange" and names.index("query ring") > 0
 
 
+def test_by_bytes_a_direct_exchange_is_worth_its_calls_from_half_of_a_rings_on() -> None:
+    """A window of 64 keys sends .50 of it, one of 96 .78."""
+    shape, taken, of_ring = Shape(32, 8, 8, 64, 64, 2, 4), [], 458752
+    for window in (63, 95):
+        tiling = Tiling(LAYOUTS["zigzag"](256, 8), Mask.causal(window=window))
+        offers = choose(BurstConfig(), tiling, flat_grid(8), shape, [0] * 8).forward
+        taken.append((offers[0].schedule.name, offers[0].cost.bottleneck / of_ring))
+    assert [name for name, _ in taken] == ["kv direct exchange", "kv ring"]
+    assert taken[0][1] < 0.5 and offers[1].cost.bottleneck / 458752 == pytest.approx(
+        0.777, abs=1e-3
+    )
+
+
 def test_short_documents_go_straight_where_nodes_are_sent_as_little_by_a_ring() -> None:
     """A ring sends another node what its ranks need, but takes whole shards around its own."""
     tokens, ranks = 2048, 16

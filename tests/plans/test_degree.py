@@ -4,12 +4,14 @@ import re
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.plans.choice import degree
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.degree import choose_degree
 from megatron_burst.plans.choice.head_parallel import head_groups
@@ -59,6 +61,20 @@ def test_slow_links_between_nodes_keep_it_within_them() -> None:
     assert choose_degree(AUTO, nodes, shape, machine=replace(H100, nic_rate=2.8e9))[0] == 4
 
 
+@pytest.mark.parametrize(
+    ("nic_rate", "heads", "size"), [(H100.nic_rate, (32, 32), 32), (2.8e9, (8, 1), 8)]
+)
+def test_rings_too_long_to_be_timed_take_longer_and_their_all_to_alls_do_not(
+    nic_rate: float, heads: tuple[int, int], size: int
+) -> None:
+    """As if 1024 ranks took what 256 do, 16 and 4 were chosen, 1.11 and 1.31 times as slow."""
+    shape = replace(ANY, tokens=1024, query_heads=heads[0], kv_heads=heads[1], sends_raw=True)
+    nodes, machine = [rank // 8 for rank in range(1024)], replace(H100, nic_rate=nic_rate)
+    assert choose_degree(AUTO, nodes, shape, machine=machine)[0] == size
+    with mock.patch.object(degree, "_RANKS", 1024):
+        assert choose_degree(AUTO, nodes, shape, machine=machine)[0] == size
+
+
 def test_cpus_count_what_rings_hide_less_than_the_clock_says() -> None:
     """On four nodes of two ranks a hybrid took 1.11 times as long as Ulysses, not 0.96."""
     shape, nodes = Shape(512, 8, 8, 64, 64, 4, 4, sends_raw=True), [n // 2 for n in range(8)]
@@ -86,6 +102,8 @@ def test_of_a_thousand_ranks_it_is_chosen_at_once() -> None:
     shape = replace(ANY, tokens=1024, kv_heads=4)
     assert choose_degree(AUTO, nodes, shape, machine=slow)[0] == 4
     assert time.process_time() - begun < 1
+    alone = replace(shape, tokens=8192, query_heads=8, kv_heads=1, sends_raw=True)
+    assert choose_degree(AUTO, nodes, alone, machine=slow)[0] == 1, "by a quarter of its ranks"
 
 
 def test_an_all_to_all_over_nodes_waits_for_the_slower_link() -> None:

@@ -20,7 +20,7 @@ from megatron_burst.plans.visibility.mask import Mask
 
 _WORTH = 0.99  # of the time of a larger degree; less is not worth the search
 _HELD = 3  # tensors of the size of q that a forward holds beside those of rings alone
-_RANKS = 256  # that are timed at most; more are as these, but for meshes, which pay more
+_RANKS = 256  # of a ring that is timed; one of more takes longer by as much
 _OF_RINGS = "backward", "topology"  # of no effect without
 
 
@@ -85,7 +85,7 @@ def _divides(query_heads: int, kv_heads: int, size: int) -> bool:
 
 
 class _Timed:
-    """What a degree takes, of no more than `_RANKS`."""
+    """What a degree takes, by what it does with rings of no more than `_RANKS`."""
 
     def __init__(
         self,
@@ -98,8 +98,10 @@ class _Timed:
     ) -> None:
         rows = by_node(nodes)
         on_a_node = len(rows[0])
-        fewer = max(_RANKS // on_a_node // max(1, size // on_a_node), 1) * max(size, on_a_node)
+        fewer = max(_RANKS * size // on_a_node, 1) * on_a_node
+        self._rounds = 1.0
         if len(nodes) > fewer and all(len(row) == on_a_node for row in rows):
+            self._rounds = len(nodes) / fewer
             nodes = [node for node in dict.fromkeys(nodes) for _ in range(on_a_node)][:fewer]
         self._config, self._limit, self._machine = config, memory_limit, machine
         self._groups, self._nodes = head_groups(nodes, size), nodes
@@ -130,9 +132,15 @@ class _Timed:
         return slower * self._with_exchanges([each[:2] for each in choice.times(links)])
 
     def _with_exchanges(self, of_rings: Sequence[tuple[float, float]]) -> float:
-        """Return the seconds of passes, of which device and host are given without all-to-alls."""
+        """Return the seconds of passes, of which device and host are given without all-to-alls.
+
+        A ring of more ranks takes longer by as much, and its all-to-alls do not.
+        """
         found = sum(
-            max(self._exchange.device + device, self._exchange.host + host)
+            max(
+                self._exchange.device + self._rounds * device,
+                self._exchange.host + self._rounds * host,
+            )
             for device, host in of_rings
         )
         # Recomputed layers whose outputs are saved repeat them.
