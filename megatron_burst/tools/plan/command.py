@@ -208,7 +208,8 @@ def _parser() -> options.Parser:
     text = "a800, a100, h100, h200, b200, gb200, or a file that --measure wrote"
     add("--cluster", metavar="NAME", help=text)
     add("--gpus", type=options.positive, metavar="N", help="of the job")
-    add("--seq-length", type=options.positive, metavar="N", help="tokens of a sequence")
+    text = "tokens of a sequence, as 131072, 128k or 1M"
+    add("--seq-length", type=options.tokens, metavar="N", help=text)
     text = "of attention that may be recomputed in recomputed layers (default: 0 0.5 1)"
     add("--fractions", type=float, nargs="+", default=[0, 0.5, 1], metavar="RHO", help=text)
     text = "try all sizes that are not given behind --, of pipelines (pp) and experts (ep) if asked"
@@ -216,7 +217,7 @@ def _parser() -> options.Parser:
     text = "how far sequences go, one saving of memory after the other, at its best sizes"
     add("--ladder", action="store_true", help=text)
     text = "packed sequences: documents of this mean length, exponentially distributed"
-    add("--documents", type=options.positive, metavar="N", help=text)
+    add("--documents", type=options.tokens, metavar="N", help=text)
     text = "measure the rates of this machine's GPUs and write a cluster file"
     add("--measure", metavar="FILE", help=text)
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
