@@ -249,6 +249,7 @@ def test_where_nothing_fits_what_is_set_is_not_advised(
 def test_savings_that_are_set_or_there_by_default_are_not_lacking() -> None:
     def names(**given: Any) -> list[str]:
         flags = {name.replace("_", "-"): value for name, value in given.items()}
+        flags = {"recompute-granularity": "full", **flags}
         return [next(iter(saving)) for saving in lacking(flags)]
 
     first, *others = names()
@@ -257,4 +258,5 @@ def test_savings_that_are_set_or_there_by_default_are_not_lacking() -> None:
         *("lm-head-loss", "recompute-offload", "mlp-chunks", "burst-head-chunks")
     ]
     on = {"lm_head_loss": "chunked", "recompute_offload": True, "mlp_chunks": "4"}
+    assert "recompute-offload" not in names(recompute_granularity="selective")
     assert names(**on) == ["use-megatron-fsdp", "optimizer-cpu-offload"]

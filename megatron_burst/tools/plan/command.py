@@ -8,17 +8,19 @@ from typing import Any
 
 from megatron_burst.tools import options
 from megatron_burst.tools.flags import as_asked, parsed, whole
-from megatron_burst.tools.plan import ladder, measure, screen
+from megatron_burst.tools.plan import answer, ladder, measure, pasted, screen
 from megatron_burst.tools.plan.advice import nothing_fits
 from megatron_burst.tools.plan.asked import checked
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.pasted import is_command
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
 
 _ABOUT = """Predicts memory, bytes, exposed communication and time of a training step under every
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
-those of the run or the model."""
+those of the run or the model; or a whole command, pasted as it is: then the answer is the doctor's
+findings, the step as it stands, and the same with our flags."""
 _RATES = "--within-gb-s --nic-gb-s --forward-tflops --backward-tflops --linear-tflops".split()
 _USUAL = "_long"  # the base of runs whose flags a model without a run gets
 
@@ -33,12 +35,22 @@ def main(argv: list[str] | None = None) -> int:
     elif given.list is not None:
         print(*configs.names(given.list), sep="\n")
     else:
-        _predict(configs, given, parsed(rest or []))
+        _answer(configs, given, rest or [])
     return 0
 
 
-def _predict(configs: Configs, given: argparse.Namespace, flags: dict[str, Any]) -> None:
-    wanted, cluster, gpus = _asked(configs, given, flags)
+def _answer(configs: Configs, given: argparse.Namespace, words: Sequence[str]) -> None:
+    if not is_command(words):
+        return _predict(given, *_asked(configs, given, parsed(words)))
+    asked = pasted.read(words, given, configs)
+    if given.search is None and not given.ladder:
+        return answer.show(asked, as_json=given.json)
+    _predict(given, pasted.without_theirs(asked.flags), asked.cluster, asked.gpus)
+
+
+def _predict(
+    given: argparse.Namespace, wanted: dict[str, Any], cluster: Cluster, gpus: int
+) -> None:
     if given.ladder:
         return _climb(ladder.climb(wanted, cluster, gpus), as_json=given.json)
     if given.search is None:
@@ -106,8 +118,9 @@ def _parser() -> options.Parser:
         "plan",
         _ABOUT,
         "megatron-burst plan --run 14b_1m_32gpu_a800",
-        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1048576",
-        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --search",
+        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 1M",
+        "megatron-burst plan --cluster h100 -- torchrun --nproc-per-node 8 pretrain_gpt.py FLAGS",
+        "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 64k --search",
         "megatron-burst plan --model llama3_8b --cluster h100 --gpus 8 --ladder",
         "megatron-burst plan --measure here.toml",
     )
@@ -116,10 +129,19 @@ def _parser() -> options.Parser:
     add("--gpt", action="store_true", help="as a GPTModel (default: as a HybridModel)")
     text = "print the names of all runs, or of those that match, as 'scaling-*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
-    add("--model", metavar="NAME", help="a model of configs/; or flags after --")
+    add(
+        "--model",
+        metavar="NAME",
+        help="a model of configs/; or flags, or a whole command, after --",
+    )
     text = "a800, a100, h100, h200, b200, gb200, or a file that --measure wrote"
     add("--cluster", metavar="NAME", help=text)
-    add("--gpus", type=options.positive, metavar="N", help="of the job")
+    add(
+        "--gpus",
+        type=options.positive,
+        metavar="N",
+        help="of the job (default: what torchrun says after --)",
+    )
     text = "tokens of a sequence, as 131072, 128k or 1M"
     add("--seq-length", type=options.tokens, metavar="N", help=text)
     text = "of attention that may be recomputed in recomputed layers (default: 0 0.5 1)"

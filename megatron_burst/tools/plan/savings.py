@@ -55,5 +55,7 @@ def lacking(given: Flags) -> Iterator[Mapping[str, Any]]:
     """Yield the savings that flags do not have, what costs least time first."""
     for saving in LADDER.values():
         switch = next(iter(saving))
+        if saving is INPUTS and given.get("recompute-granularity") != "full":
+            continue  # of which it keeps them
         if str(given.get(switch, _DEFAULTS.get(switch))) in _UNSET:
             yield saving

@@ -96,11 +96,11 @@ def show(found: Sequence[Candidate], most: int) -> None:
         print(line)
     if first.fits:
         added = {name: value for name, value in first.flags.items() if _is_ours(name)}
-        _say(f"flags of the first row for attention: {shlex.join(arguments(added))}")
+        say(f"flags of the first row for attention: {shlex.join(arguments(added))}")
         print(f"\nthe first row, on every node:\n{wrapped(first.command())}\n")
-    _say(f"loss: {describe_loss(first.flags)}")
+    say(f"loss: {describe_loss(first.flags)}")
     if first.fits:
-        _say(against(first, default))
+        say(against(first, default))
 
 
 def _place(each: Candidate) -> tuple[object, ...]:
@@ -128,14 +128,19 @@ def about(load: Workload, rows: Sequence[Candidate] = ()) -> list[str]:
     ]
 
 
+def cells(each: Candidate) -> dict[str, str]:
+    """Return what a row has in the columns."""
+    return dict(zip(_COLUMNS, terminal.cells(figures(each), _COLUMNS), strict=True))
+
+
 def _table(rows: Sequence[Candidate]) -> Iterator[str]:
     """What all rows have alike, the rows, and what their columns mean."""
-    cells = [dict(zip(_COLUMNS, terminal.cells(figures(e), _COLUMNS), strict=True)) for e in rows]
-    varied = [n for n in _COLUMNS if n in _OF_EVERY_ROW or len({row[n] for row in cells}) > 1]
-    alike = {n: text for n, text in cells[0].items() if n not in varied and n != "batch"}
+    texts = [cells(each) for each in rows]
+    varied = [n for n in _COLUMNS if n in _OF_EVERY_ROW or len({row[n] for row in texts}) > 1]
+    alike = {n: text for n, text in texts[0].items() if n not in varied and n != "batch"}
     alike = {n: text for n, text in alike.items() if n in _SIZES or text not in _NOTHING}
     if alike:
-        yield from _filled(f"all rows: {', '.join(f'{n} {text}' for n, text in alike.items())}")
+        yield from filled(f"all rows: {', '.join(f'{n} {text}' for n, text in alike.items())}")
     left_out: list[str] = []
     for name in ("", *_FIRST_TO_GO):
         if name in varied:
@@ -144,17 +149,17 @@ def _table(rows: Sequence[Candidate]) -> Iterator[str]:
         lines = [["", "attention", *varied]]
         lines += [
             [_mark(e), shown(e), *map(row.__getitem__, varied)]
-            for e, row in zip(rows, cells, strict=True)
+            for e, row in zip(rows, texts, strict=True)
         ]
-        found = _aligned(lines)
+        found = aligned(lines)
         if max(map(len, found)) <= _WIDTH:
             break
     yield from ("", *found, "")
     yield from _legend(rows, [*alike, *varied], left_out)
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, the first three of words and the others of numbers."""
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of columns, the first two of words."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -171,12 +176,22 @@ def _legend(
     marks = ["* what --context-parallel-algo burst alone takes"]
     if any(each.lacks for each in rows):
         marks.append("! needs more memory than there is")
+    yield from legend(rows, known, marks, left_out)
+
+
+def legend(
+    rows: Sequence[Candidate],
+    known: Collection[str],
+    marks: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+) -> list[str]:
+    """Return what the columns of a table mean."""
     peak = rows[0].load.cluster.peak / 1e12
     meanings = [text.format(peak=peak) for name, text in _MEANINGS.items() if name in known]
     if left_out:
         meanings.append(f"left out, in --json: {', '.join(left_out)}")
     names = "in brackets: Megatron's --cp-comm-type"
-    yield from _filled("; ".join([*marks, names, *meanings]))
+    return filled("; ".join([*marks, names, *meanings]))
 
 
 def _mark(each: Candidate) -> str:
@@ -273,9 +288,14 @@ def _words(command: str) -> Iterator[str]:
     yield held
 
 
-def _filled(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+def filled(text: str, first: str = "", others: str = "") -> list[str]:
+    """Return a text as lines of 100 columns, the first and the others indented so."""
+    wrapper = textwrap.TextWrapper(
+        *(_WIDTH, first, others), break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.wrap(text)
 
 
-def _say(text: str) -> None:
-    print(*_filled(text), sep="\n")
+def say(text: str) -> None:
+    """Print a text on 100 columns."""
+    print(*filled(text), sep="\n")
