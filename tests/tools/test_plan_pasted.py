@@ -112,6 +112,8 @@ def test_megatrons_attention_is_that_of_a_baseline(
     found = as_it_stands(flags)
     assert found["context-parallel-algo"] == algorithm
     assert found.get("burst-head-parallel-size") == degree
+    is_theirs = found["context-parallel-algo"] in ("ring", "allgather")
+    assert found.get("burst-grad-dtype") == ("model" if is_theirs else None), "as TE's"
 
 
 @pytest.mark.parametrize("named", [["p2p", "a2a"], "none"])

@@ -147,6 +147,8 @@ def test_the_last_line_compares_with_megatrons_ways(
 ) -> None:
     first = on_64[0]
     base, default = at_its_sizes(first, P2P), at_its_sizes(first, ALONE)
+    (row,) = (e for e in on_64 if (e.cp_comm_type, e.fraction) == ("p2p", "1"))
+    assert base.time.attention.sent < row.time.attention.sent, "gradients of 2 bytes"
     gain = f"{base.time.seconds / first.time.seconds - 1:.0%} faster"
     text = screen.against(first, default)
     assert text.startswith(f"against p2p: first row {gain}, * ")
@@ -157,6 +159,8 @@ def test_the_last_line_compares_with_megatrons_ways(
     assert screen.against(least, least).startswith(
         "against p2p: does not fit, 1.0 GiB of a GPU are missing; "
     )
+    narrow = ranked(8, 8, burst_grad_dtype="model")
+    assert "do not divide" not in screen.against(narrow[0], narrow[0]), "ulysses takes no dtype"
     uneven = ranked(64, 64)[0]
     assert "against a2a: its heads do not divide over" in screen.against(uneven, uneven)
     alone = "plan --model toy --cluster cpu --gpus 1 --seq-length 256"

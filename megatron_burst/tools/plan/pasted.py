@@ -15,7 +15,7 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import CHUNKED_LOSS
-from megatron_burst.tools.plan.usual import A2A, ALONE, P2P
+from megatron_burst.tools.plan.usual import A2A, ALL_GATHER, ALONE, P2P
 
 _ALGO, _TYPE = "context-parallel-algo", "cp-comm-type"
 _HIERARCHY = "hierarchical-context-parallel-sizes"
@@ -109,7 +109,7 @@ def as_it_stands(flags: Flags) -> dict[str, Any]:
     degree = int(sizes[0] if isinstance(sizes, list) else sizes)
     known: dict[str, Flags] = {
         **{str(name): {_ALGO: name} for name in Algorithm},
-        **{"p2p": P2P, "a2a": A2A, "all_gather": {_ALGO: "allgather"}},
+        **{"p2p": P2P, "a2a": A2A, "all_gather": ALL_GATHER},
         "a2a+p2p": {**P2P, "burst-head-parallel-size": degree},
     }
     if names[0] not in known:

@@ -229,16 +229,20 @@ def against(first: Candidate, default: Candidate) -> str:
 
 
 def _faster(first: Candidate, default: Candidate, way: Flags) -> str:
-    try:
-        base = at_its_sizes(first, way)
-    except ValueError:
+    if way is A2A and first.load.context not in first.load.degrees:
         return f"its heads do not divide over {first.load.context} ranks"
+    base = at_its_sizes(first, {**_without_ours(first.flags), **way})
     if base.lacks:
         return missing(base)
     text = compared(base, first)
     if first.is_default or default.lacks:
         return text
     return f"first row {text}, * {compared(base, default)}"
+
+
+def _without_ours(flags: Flags) -> dict[str, Any]:
+    """Settings that Megatron's attention does not have, taken back."""
+    return {name: False for name in flags if name.startswith("burst-")}
 
 
 def missing(found: Candidate) -> str:

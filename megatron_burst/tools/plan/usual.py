@@ -11,7 +11,10 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
 
 ALONE: Flags = {"context-parallel-algo": "burst"}
+_NARROW = {"burst-grad-dtype": "model"}  # TransformerEngine sends gradients in that of K and V
+ALL_GATHER: Flags = {"context-parallel-algo": "allgather", **_NARROW}
 P2P: Flags = {
+    **_NARROW,
     "context-parallel-algo": "ring",
     "burst-topology": "flat",
     "burst-head-parallel-size": 1,
