@@ -119,10 +119,13 @@ def about(load: Workload, rows: Sequence[Candidate] = ()) -> list[str]:
     batch = f"global batch {load.sequences}" if len(batches) < 2 else "batch: global batch size"
     host = usable_host(cluster) / GIB
     of_host = f"{host:.0f} of a host's {cluster.host_memory / GIB:.0f}"
-    return [
+    asked = (
         f"{load.gpus} GPUs of {cluster.name} ({nodes} x {load.ranks_per_host}), "
         f"{in_units(load.tokens)} tokens, {batch}, {load.model.parameters / 1e9:.2f} billion "
-        "parameters",
+        "parameters"
+    )
+    return [
+        *filled(asked),
         f"memory: {usable(cluster) / GIB:.1f} of a GPU's {cluster.memory / GIB:.0f} GiB may be "
         f"counted, {of_host if host < 2**20 else 'any of a host'}",
     ]
