@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+_UNITS = {"k": 2**10, "m": 2**20}  # of tokens
+
 
 class Parser(argparse.ArgumentParser):
     """A parser of one verb, whose help begins with examples and whose flags are not abbreviated."""
@@ -47,3 +49,24 @@ def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens, as 131072, 128k or 1M: the `type` of a flag.
+
+    Raises:
+        ArgumentTypeError: it is none, or below 1.
+    """
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    digits = text if unit == 1 else text[:-1]
+    if not (digits.isascii() and digits.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, as 131072, 128k or 1M")
+    return unit * positive(digits)
+
+
+def in_units(count: int) -> str:
+    """Write a number of tokens as `tokens` reads it, the short form behind it: 131072 (128k)."""
+    for name, size in (("M", 2**20), ("k", 2**10)):
+        if count % size == 0:
+            return f"{count} ({count // size}{name})"
+    return str(count)

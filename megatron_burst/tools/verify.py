@@ -233,7 +233,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for name, default, text in (
         ("--head-parallel-size", 1, "ranks over which the heads are spread (default: 1)"),
         ("--gpus-per-node", None, "as if so many shared a node (default: where they are)"),
-        ("--tokens-per-rank", 256, "of a sequence (default: 256)"),
         ("--heads", 8, "query heads of a rank, after tensor parallelism (default: 8)"),
         ("--kv-heads", None, "kv heads of a rank (default: as many as --heads)"),
         ("--head-dim", 64, "of Q and K (default: 64)"),
@@ -241,6 +240,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ("--batch", 1, "sequences (default: 1)"),
     ):
         add(name, type=options.positive, metavar="N", default=default, help=text)
+    text = "of a sequence, as 4096 or 4k (default: 256)"
+    add("--tokens-per-rank", type=options.tokens, metavar="N", default=256, help=text)
     add("--sink", action="store_true", help="with a sink in every head")
     args = parser.parse_args(words)
     args.kv_heads = args.kv_heads or args.heads

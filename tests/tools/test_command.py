@@ -1,5 +1,6 @@
 """The one command: its verbs, its help, and what it says where something is wrong. (fast tier)"""
 
+import argparse
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -94,6 +95,25 @@ def test_help_of_a_verb_begins_with_its_examples_and_a_count_is_positive(
     with pytest.raises(SystemExit):
         parser.parse_args(["--nodes", "0"])
     assert "0 is not positive" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("131072", 2**17), ("128k", 2**17), ("1M", 2**20), ("64K", 2**16)]
+)
+def test_tokens_are_written_short_or_long(text: str, count: int) -> None:
+    assert options.tokens(text) == count
+    assert options.tokens(options.in_units(count).partition(" ")[0]) == count
+
+
+@pytest.mark.parametrize("text", ["0", "0k", "-1", "k", "", "1.5M", "2kk", "²"])
+def test_what_counts_no_tokens_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        options.tokens(text)
+
+
+def test_a_number_of_tokens_has_its_short_form_behind_it() -> None:
+    written = [options.in_units(count) for count in (131072, 2**20, 1000)]
+    assert written == ["131072 (128k)", "1048576 (1M)", "1000"]
 
 
 def test_words_behind_two_dashes_are_anothers() -> None:

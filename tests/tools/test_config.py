@@ -9,7 +9,7 @@ import pytest
 from megatron_burst.tools import flags as flags_
 from megatron_burst.tools.command import main
 from megatron_burst.tools.model import model_of
-from megatron_burst.tools.plan import command, memory, step
+from megatron_burst.tools.plan import memory, screen, step
 from megatron_burst.tools.plan.configs import Configs, Run
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.workload import Workload
@@ -55,7 +55,7 @@ def test_the_predicted_memory_fits_the_card(name: str) -> None:
 def test_no_run_takes_the_slow_path_of_the_loss_or_pays_for_it(name: str) -> None:
     run = CONFIGS.run(name)
     chunking = loss_chunking(run.flags)
-    text = command.describe_loss(run.flags)
+    text = screen.describe_loss(run.flags)
     if chunking is None:
         assert "3 products with the LM head a token" in text
         return
@@ -74,8 +74,8 @@ def test_the_slow_path_of_the_loss_is_seen_and_its_time_predicted() -> None:
     run = CONFIGS.run("llama3_8b_256k_8gpu_h100")
     flags = {**run.flags, "lm-head-memory-mb": 512}
     load, slow = load_of(run), run._replace(flags=flags)
-    assert "937 tokens a chunk" in command.describe_loss(flags)
-    said = command.describe_loss(flags)
+    assert "937 tokens a chunk" in screen.describe_loss(flags)
+    said = screen.describe_loss(flags)
     assert ", dW in blocks of 16384 rows, logits made three times (once with 2918 MiB)" in said
     assert said.endswith("; 5 products with the LM head a token")
     more = step.head_seconds(load_of(slow)) - step.head_seconds(load)
@@ -180,5 +180,9 @@ def test_the_command_names_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_shows_its_ranking(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--run", "toy", "--top", "1"]) == 0
     said = capsys.readouterr().out
-    assert "4 GPUs of cpu: tensor 1 x context 4 x data 1" in said and "\nloss: " in f"\n{said}"
+    assert (
+        "4 GPUs of cpu (1 x 4)" in said
+        and "all rows: TP 1, CP 4, DP 1" in said
+        and "\nloss: " in f"\n{said}"
+    )
     assert "torchrun --standalone --nproc-per-node 4" in said

@@ -92,7 +92,7 @@ def test_the_table_is_read_on_100_columns(capsys: pytest.CaptureFixture[str]) ->
     assert "no sequence fits on 1 GPUs" in capsys.readouterr().err
 
 
-def test_megatron_accepts_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatron_accepts_the_commands(detached: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Megatron-FSDP refuses the setting that context parallelism without it asks for."""
     pytest.importorskip("megatron.training")
     assert main("plan --model llama3_8b --cluster h100 --gpus 8 --ladder --json".split()) == 0
@@ -154,7 +154,9 @@ def test_the_page_says_what_the_planner_counts() -> None:
     assert filled(page, million.parts()) == page
 
 
-def test_doctor_names_the_saving_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_the_saving_that_is_missing(
+    detached: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("megatron.training")
 
     def said(*without: str) -> str:

@@ -201,14 +201,16 @@ def test_only_the_distributed_optimizer_is_sharded() -> None:
 
 def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
     found = rank(FLAGS, CONFIGS.cluster("a800"), 16, [0, 1])
-    keys = [(not each.fits, each.time.seconds) for each in found]
-    assert keys == sorted(keys) and found[0].fits
+    seconds = [each.time.seconds for each in found]
+    assert all(each.fits for each in found)
+    # What is behind may be faster by a tie, no more.
+    assert all(each <= 1.02 * min(seconds[i:]) for i, each in enumerate(seconds))
     ways = {(str(each), each.load.head_parallel, each.fraction) for each in found}
     assert len(ways) == len(found)
     names = {name for each in found for name in (each.name, *each.twins)}
     assert {name.split()[0] for name in names} == {"burst", "ring", "allgather", "ulysses"}
 
-    def seconds(name: str, fraction: str) -> float:
+    def taken(name: str, fraction: str) -> float:
         (one,) = (
             each.time.seconds
             for each in found
@@ -219,9 +221,9 @@ def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:
         return one
 
     # 8192 tokens a GPU do not hide what a flat ring sends over one card.
-    assert seconds("burst query double", "0") < seconds("burst query flat", "0")
-    assert seconds("burst query double", "0") < seconds("ring double", "0")
-    assert seconds("ring double", "0") < seconds("ring double", "1") < seconds("ring flat", "1")
+    assert taken("burst query double", "0") < taken("burst query flat", "0")
+    assert taken("burst query double", "0") < taken("ring double", "0")
+    assert taken("ring double", "0") < taken("ring double", "1") < taken("ring flat", "1")
     assert "--nnodes 2" in found[0].command() and "--seq-length 131072" in found[0].command()
 
 
@@ -242,13 +244,13 @@ def test_a_plan_with_two_names_has_one_row() -> None:
     assert not any(a == b for a, b in combinations(plans, 2))
     # In one node burst sends them straight home, as the kernel made them: other bytes.
     inside = rank({**FLAGS, "context-parallel-size": 8}, CONFIGS.cluster("a800"), 8, [0])
-    assert not any(e.twins for e in inside)
+    assert not any(e.twins for e in inside if not e.is_usual)
 
 
 def test_what_does_not_fit_comes_last_however_fast() -> None:
     machine = CONFIGS.cluster("a800")
     small = {**FLAGS, "seq-length": 65536, "context-parallel-size": 2}
-    fast, *_ = (each for each in rank(small, machine, 2, [0]))
+    fast = next(each for each in rank(small, machine, 2, [0]) if each.fraction == "0")
     tight = replace(machine, memory=0.99 * fast.memory.total / 0.92)
     found = rank(small, tight, 2, [0, 0.5, 1])
     assert {each.fits for each in found} == {True, False}
@@ -262,7 +264,8 @@ def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama3_8b", "--cluster", "h100", "--gpus", "8", "--seq-length", "65536"]
     assert command.main([*words, "--fractions", "0", "--top", "3"]) == 0
     text = capsys.readouterr().out
-    assert "tensor 1 x context 8 x data 1; 65536 tokens, 8.03 billion parameters" in text
+    assert "65536 (64k) tokens, global batch 1, 8.03 billion parameters\n" in text
+    assert "\nall rows: TP 1, CP 8, DP 1\n" in text
     assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain " in text
 
 
@@ -273,7 +276,11 @@ def test_json_has_every_way_with_its_figures(capsys: pytest.CaptureFixture[str])
     assert {name.split()[0] for name in names} == {"burst", "ring", "allgather", "ulysses"}
     assert found[0]["fits"] and found[0]["sent_bytes_a_layer"] > 0
     assert found[0]["memory_parts"]["weights"] > 0
-    assert found == sorted(found, key=lambda each: each["seconds_a_step"])
+    seconds = [each["seconds_a_step"] for each in found]
+    assert all(each <= 1.02 * min(seconds[i:]) for i, each in enumerate(seconds))
+    assert sum(each["is_default"] for each in found) == 1
+    assert {each["cp_comm_type"] for each in found} >= {"p2p", "a2a", "a2a+p2p", "all_gather"}
+    assert sum(found[0]["bounds"].values()) == pytest.approx(1)
 
 
 def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
@@ -294,7 +301,7 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
         (["--cluster", "x", "--gpus", "8", "--model", "14b"], "there is no cluster x"),
         (
             ["--model", "14b", "--cluster", "a800", "--gpus", "8", "--seq-length", "262144"],
-            "a800 has room for 74: more GPUs",
+            "a800 has room for 74: --recompute-offload",
         ),
         (["--run", "toy", "--", "--num-experts", "8"], "--num-experts 8 has no effect"),
         (

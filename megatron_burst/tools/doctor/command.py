@@ -2,9 +2,7 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -13,7 +11,7 @@ from megatron_burst.tools import hardware, options
 from megatron_burst.tools.doctor import checks, machine, memory
 from megatron_burst.tools.doctor.attention import request_of, served
 from megatron_burst.tools.doctor.launch_line import LaunchLine, Target, split
-from megatron_burst.tools.doctor.parsing import parse
+from megatron_burst.tools.doctor.parsing import parse, see_beside
 from megatron_burst.tools.doctor.report import Finding, Level, Report
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -80,9 +78,8 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     here = hardware.read()
     environment = {**os.environ, **(line.environment if line else {})}
     findings += checks.variable_findings(environment)
-    if line is not None and line.program.endswith(".py"):
-        # What is beside a script is imported first: a checkout before the wheel.
-        sys.path.insert(0, str(Path(line.program).resolve().parent))
+    if line is not None:
+        see_beside(line)
     parts = machine.parts()  # before the CPU platform hides some
     request, kernel = None, "auto"
     if given.shape is not None:

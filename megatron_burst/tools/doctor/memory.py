@@ -10,9 +10,9 @@ from megatron_burst.tools.doctor.launch_line import Target
 from megatron_burst.tools.doctor.report import Finding, Level
 from megatron_burst.tools.flags import arguments, parsed
 from megatron_burst.tools.plan import memory, step
+from megatron_burst.tools.plan.advice import savings_that_fit
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
-from megatron_burst.tools.plan.savings import lacking
 from megatron_burst.tools.plan.workload import Workload
 
 _GIB = 2**30
@@ -41,16 +41,9 @@ def findings(
     if lacks == "host":
         yield Finding("memory", Level.WARNING, text, "more nodes, or fewer tokens")
         return
-    added: dict[str, object] = {}
-    for saving in lacking(given):
-        try:
-            saved = workload_of({**given, **added, **saving}, machine, gpus)
-        except ValueError:  # it does not go with the rest
-            continue
-        added |= saving
-        if not memory.lacks(saved):
-            yield Finding("memory", Level.WARNING, text, " ".join(arguments(added)))
-            return
+    if added := savings_that_fit(given, machine, gpus):
+        yield Finding("memory", Level.WARNING, text, " ".join(arguments(added)))
+        return
     remedy = "more GPUs, or a look at megatron-burst plan --ladder"
     yield Finding("memory", Level.WARNING, f"{text}, nor with all savings", remedy)
 

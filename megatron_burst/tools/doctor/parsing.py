@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import unwrap
+from pathlib import Path
 from unittest.mock import patch
 
 from megatron_burst.config import BurstConfig
@@ -32,6 +33,12 @@ class Parsed:
     config: BurstConfig | None = None  # of our attention; None under Megatron's own
     stops: str = ""  # why it ends before it trains; "" where it does not
     unknown: str = ""  # why what depends on the model was not looked at
+
+
+def see_beside(line: LaunchLine) -> None:
+    """Import what is beside a script first, as it would: a checkout before the wheel."""
+    if line.program.endswith(".py"):
+        sys.path.insert(0, str(Path(line.program).resolve().parent))
 
 
 def parse(line: LaunchLine, target: Target) -> Parsed:

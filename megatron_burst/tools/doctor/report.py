@@ -63,7 +63,7 @@ class Report:
             "Hardware": [*devices(self.hardware)],
             "Environment": [f"{k}={v}" for k, v in self.settings.items()] or ["nothing is set"],
             f"Kernels for {self.shape}": [_served(kernel) for kernel in self.kernels],
-            f"Findings, {self.target}": [*_findings(self.findings)],
+            f"Findings, {self.target}": [*lines_of(self.findings)],
         }
         texts = ["\n  ".join([title, *lines]) for title, lines in sections.items() if lines]
         return "\n\n".join([*texts, self.verdict(strict)])
@@ -74,7 +74,8 @@ def _served(kernel: Served) -> str:
     return f"{kernel.kernel:<11} {state:<6} {'; '.join(kernel.reasons)}".rstrip()
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield what is read of findings, the worst first."""
     for level in Level:
         for found in (each for each in findings if each.level is level):
             text = found.text.replace("\n", "\n" + " " * 11)

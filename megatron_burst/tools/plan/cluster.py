@@ -28,6 +28,7 @@ class Cluster(Machine):
     """Equal nodes; a rate is what one GPU, link or NIC sustains one way."""
 
     name: str
+    gpu: str = ""  # its name, where it is known
     gpus_per_node: int
     gpus_per_host: int = 0  # where a node, by its links, is several hosts
     memory: float  # bytes of a GPU
@@ -62,6 +63,7 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         raise ValueError(f"cluster {name}: its peak is not known; give it peak_tflops")
     return Cluster(
         name=name,
+        gpu=str(table.get("gpu", "")),
         gpus_per_node=counts["gpus_per_node"],
         gpus_per_host=counts.get("gpus_per_host", 0),
         nvlinks=counts.get("nvlinks", 0),

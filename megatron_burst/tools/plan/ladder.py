@@ -11,6 +11,7 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import rungs
+from megatron_burst.tools.plan.screen import wrapped
 from megatron_burst.tools.plan.workload import Workload
 
 _STEP = 2**16  # tokens that a longest sequence is a multiple of
@@ -141,4 +142,5 @@ def show(rungs: Sequence[Rung]) -> None:
         "at\nwork or the loss; longest: tokens that fit"
     )
     if best.longest:
-        print(f"\n{best.name}, {best.way.load.tokens} tokens, on every node:\n{best.way.command()}")
+        print(f"\n{best.name}, {best.way.load.tokens} tokens, on every node:")
+        print(wrapped(best.way.command()))

@@ -1,7 +1,7 @@
 """Every way to spread a training step over given GPUs, predicted and put in order."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,14 @@ from megatron_burst.tools.flags import Flags, arguments, staged
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.usual import ALONE, as_trained
 from megatron_burst.tools.plan.workload import Workload
 
 _FRACTION = "recompute-attention-fraction"
 _NAMING = ("context-parallel-algo", "burst-backward", "burst-topology")
-_LAYOUT = "burst-layout"
-_CHOSEN = (*_NAMING, "burst-head-parallel-size", _LAYOUT, _FRACTION)
+_NEAR = 1.02  # of the time of the fastest: a tie, as far as can be predicted
+_DEGREE, _LAYOUT = "burst-head-parallel-size", "burst-layout"
+_CHOSEN = (*_NAMING, _DEGREE, _LAYOUT, _FRACTION)
 _FINALISTS = 4
 
 
@@ -62,9 +64,37 @@ class Candidate:
         return " ".join(str(self.flags[name]) for name in _NAMING if name in self.flags)
 
     @property
+    def cp_comm_type(self) -> str:
+        """Megatron's --cp-comm-type of the same messages; "" if it has none."""
+        names, degree = {self.name, *self.twins}, self.load.head_parallel
+        if self.load.context == 1:
+            return ""
+        if degree == self.load.context:
+            return "a2a"
+        if "ring flat" in names:
+            return "p2p" if degree == 1 else "a2a+p2p"
+        return "all_gather" if "allgather" in names else ""
+
+    @property
     def fraction(self) -> str:
         """ρ, for a table."""
-        return str(self.flags.get(_FRACTION, "-"))
+        return str(self.flags.get(_FRACTION, 1)) if self.load.recompute else "-"
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether its messages are left to `--context-parallel-algo burst`."""
+        chosen = [self.flags.get(name) for name in (*_NAMING, _DEGREE)]
+        return chosen == ["burst", None, None, None]
+
+    @property
+    def is_default(self) -> bool:
+        """Whether all of its attention is."""
+        return self.is_usual and _FRACTION not in self.flags
+
+    @cached_property
+    def bounds(self) -> dict[str, float]:
+        """What a step waits for, as shares of its time."""
+        return step.bounds(self.load, self.time)
 
     @property
     def savings(self) -> str:
@@ -87,7 +117,9 @@ class Candidate:
         flags = staged({**self.flags, **more}, self.load.pipeline * self.load.virtual)
         nodes, where = self.load.gpus // a_node, "--standalone"
         if nodes > 1:
-            where = f'--nnodes {nodes} --node-rank "$RANK_OF_NODE" --master-addr "$FIRST_NODE"'
+            number, first = f"number of this node, 0 to {nodes - 1}", "host name of node 0"
+            where = f'--nnodes {nodes} --node-rank "${{RANK_OF_NODE:?{number}}}"'
+            where += f' --master-addr "${{FIRST_NODE:?{first}}}"'
         # Megatron asks for it before it runs context parallelism before Blackwell; FSDP refuses it.
         setting = "" if self.load.zero3 else "CUDA_DEVICE_MAX_CONNECTIONS=1 "
         return (
@@ -97,7 +129,8 @@ class Candidate:
 
 
 def candidate(flags: Flags, load: Workload) -> Candidate:
-    """Predict a way."""
+    """Predict a way, what is left to training as that would choose it."""
+    load = as_trained(load)
     return Candidate(flags, load, step.predict(load), memory.predict(load))
 
 
@@ -118,17 +151,68 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
         wanted = {**flags, **way, **recomputing(fraction)}
         return candidate(wanted, workload_of(wanted, cluster, gpus))
 
-    def place(found: Candidate) -> tuple[bool, float]:
-        return not found.fits, found.time.seconds
-
     simple = [fraction for fraction in fractions if fraction in (0, 1)] or [*fractions, None][:1]
     ways = list(_ways(workload_of(flags, cluster, gpus)))
-    found = sorted((predicted(way, fraction) for way in ways for fraction in simple), key=place)
+    found = sorted((predicted(way, fraction) for way in ways for fraction in simple), key=_place)
     best = found[: _FINALISTS * len(simple)]
     chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]
     rest = [fraction for fraction in fractions if fraction not in simple]
     found += [predicted(way, fraction) for way in chosen for fraction in rest]
-    return each_once(sorted(found, key=place))
+    if not any(each.is_default for each in found):  # whatever fractions are asked for
+        found.append(predicted(ALONE, None))
+    return in_order(each_once(sorted(found, key=_place)))
+
+
+def _place(found: Candidate) -> tuple[bool, float, bool]:
+    return not found.fits, 1 / found.time.tokens_per_gpu, not found.is_usual
+
+
+def in_order(found: Iterable[Candidate]) -> list[Candidate]:
+    """Put those first that fit, then the fastest; of a tie our default, then what needs least."""
+    ordered, start = sorted(found, key=_place), 0
+    while start < len(ordered):
+        lacks, seconds, _ = _place(ordered[start])
+        near = (lacks, _NEAR * seconds, True)
+        stop = start + sum(_place(each) <= near for each in ordered[start:])
+        ordered[start:stop] = sorted(ordered[start:stop], key=_needs)
+        start = stop
+    return ordered
+
+
+def _needs(found: Candidate) -> tuple[bool, bool, int, float, bool]:
+    attention = found.time.attention
+    return (
+        not found.is_default,
+        not found.is_usual,
+        attention.sent,
+        attention.exposed_share,
+        found.host_bytes > 0,
+    )
+
+
+def as_usual(found: Candidate) -> Candidate:
+    """Return it with `--context-parallel-algo burst` alone, if that sends and computes the same."""
+    if found.is_usual:
+        return found
+    usual = at_its_sizes(found, {**ALONE, **_fraction_of(found)})
+    twins = tuple(dict.fromkeys((found.name, *found.twins)))
+    same = (usual.time, usual.memory) == (found.time, found.memory)
+    return replace(usual, twins=twins) if same else found
+
+
+def at_its_sizes(found: Candidate, way: Flags) -> Candidate:
+    """Return another way of attention at the same sizes, with the same flags beside it.
+
+    Raises:
+        ValueError: these ranks cannot have it.
+    """
+    flags = {**unchosen(found.flags), **way}
+    return candidate(flags, workload_of(flags, found.load.cluster, found.load.gpus))
+
+
+def _fraction_of(found: Candidate) -> dict[str, Any]:
+    names = (_FRACTION, "burst-layout")
+    return {name: found.flags[name] for name in names if name in found.flags}
 
 
 def each_once(found: Sequence[Candidate]) -> list[Candidate]:
@@ -138,15 +222,16 @@ def each_once(found: Sequence[Candidate]) -> list[Candidate]:
         load = each.load
         sizes = load.tensor, load.context, load.pipeline, load.expert, load.head_parallel
         same = sizes, each.fraction, each.time, each.memory
-        first = kept.get(same)
-        kept[same] = replace(first, twins=(*first.twins, each.name)) if first else each
+        first = kept.setdefault(same, each)
+        if each.name not in (first.name, *first.twins):
+            kept[same] = replace(first, twins=(*first.twins, each.name))
     return list(kept.values())
 
 
 def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     """The flags of every algorithm, ring and head-parallel size that these ranks can have."""
+    yield {**ALONE}
     if load.context == 1:
-        yield {"context-parallel-algo": "burst"}
         return
     for size in (size for size in load.degrees if size < load.context):
         heads = {"burst-head-parallel-size": size}
@@ -168,7 +253,7 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
 
 def recomputing(fraction: float | None) -> dict[str, Any]:
     """The flags of ρ, with the layout that spreads it evenly."""
-    if fraction is None:
+    if fraction in (None, 1):  # all of it is, where nothing is said
         return {}
     even = {"burst-layout": LayoutName.SEGMENTED_ZIGZAG.value} if 0 < fraction < 1 else {}
     return {_FRACTION: fraction, **even}

@@ -27,6 +27,8 @@ _OFF = {
     "recompute-granularity": "full",
     "recompute-attention-fraction": False,  # all is recomputed
 }
+_DEFAULTS = HEAD_CHUNKS  # the others are off
+_UNSET = ("None", "False", "1", "megatron")
 _OF_CHUNKED_LOSS = "lm-head-memory-mb", "lm-head-chunk-size"
 
 
@@ -52,5 +54,8 @@ def rungs(given: Flags) -> Iterator[tuple[str, dict[str, Any]]]:
 def lacking(given: Flags) -> Iterator[Mapping[str, Any]]:
     """Yield the savings that flags do not have, what costs least time first."""
     for saving in LADDER.values():
-        if not all(str(given.get(name)) == str(value) for name, value in saving.items()):
+        switch = next(iter(saving))
+        if saving is INPUTS and given.get("recompute-granularity") != "full":
+            continue  # of which it keeps them
+        if str(given.get(switch, _DEFAULTS.get(switch))) in _UNSET:
             yield saving

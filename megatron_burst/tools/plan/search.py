@@ -14,7 +14,15 @@ from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
-from megatron_burst.tools.plan.ranking import Candidate, candidate, each_once, recomputing, unchosen
+from megatron_burst.tools.plan.ranking import (
+    Candidate,
+    as_usual,
+    candidate,
+    each_once,
+    in_order,
+    recomputing,
+    unchosen,
+)
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import FSDP, INPUTS, MLP_CHUNKS, OPTIMIZER
 from megatron_burst.tools.plan.workload import Workload
@@ -77,7 +85,7 @@ def search(
         found.sort(key=lambda each: -each.time.tokens_per_gpu)
     if not found:
         raise ValueError(_nothing(least, [way.load for way in ways]))
-    return each_once(found)[:most]
+    return in_order(map(as_usual, each_once(found)[:most]))
 
 
 def _in_chunks_that_fit(found: Candidate) -> Candidate:
@@ -113,8 +121,8 @@ def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
         f"{usable / 2**30:.0f} of a GPU may be counted, with tensor {load.tensor} x context "
         f"{load.context} x pipeline {load.pipeline}; about "
         f"{load.gpus * -(-int(needed) // int(usable))} GPUs would do with as many tokens, or "
-        f"{max(1, tokens // 8192) * 8192} tokens with as many GPUs; or --recompute-granularity "
-        "full, or more memory a GPU"
+        f"{max(1, tokens // 8192) * 8192} tokens with as many GPUs; or "
+        f"{'' if load.recompute else '--recompute-granularity full, or '}more memory a GPU"
     )
 
 

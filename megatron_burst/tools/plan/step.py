@@ -1,6 +1,7 @@
 """The time of a training step: attention by its plans, all else by FLOPs and bytes."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_burst.plans.choice.cost import visible_pairs
@@ -28,6 +29,7 @@ class Prediction(NamedTuple):
 
     attention: Pass  # all passes of a layer
     copies: Copies
+    weights: float  # seconds of gradients and weights on the links that are waited for, and updates
     seconds: float
     tokens_per_gpu: float  # a second
     mfu: float
@@ -38,10 +40,26 @@ def predict(load: Workload) -> Prediction:
     attention = together(*attention_passes(load))
     computed = computing_seconds(load, attention.seconds)
     copies = host_copies(load, _of_stage(load, attention.seconds), computed)
-    seconds = computed + weights_seconds(load, computed) + copies.exposed
+    weights = weights_seconds(load, computed)
+    seconds = computed + weights + copies.exposed
     rate = load.sequences * load.tokens / load.gpus / seconds
     mfu = rate * model_flops(load) / load.tokens / load.cluster.peak
-    return Prediction(attention, copies, seconds, rate, mfu)
+    return Prediction(attention, copies, weights, seconds, rate, mfu)
+
+
+def bounds(load: Workload, found: Prediction) -> dict[str, float]:
+    """Return what a step waits for, as shares of its time that add up to 1."""
+    free = replace(load, cluster=replace(load.cluster, within_rate=math.inf, nic_rate=math.inf))
+    updates = weights_seconds(load, math.inf)
+    computing = computing_seconds(free, found.attention.kernels + found.attention.sums)
+    idle = (load.pipeline - 1) / load.virtual / load.micro_batches
+    bubble = (computing - load.micro_batches * head_seconds(load)) * idle / (1 + idle)
+    seconds = {"computing": computing - bubble, "pipeline bubble": bubble}
+    seconds |= {"host": found.copies.exposed, "optimizer": updates}
+    messages = found.seconds - sum(seconds.values())
+    return {
+        name: value / found.seconds for name, value in (seconds | {"messages": messages}).items()
+    }
 
 
 def computing_seconds(load: Workload, attention: float) -> float:

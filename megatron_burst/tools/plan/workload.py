@@ -187,7 +187,7 @@ class Workload:
     @property
     def head_chunks(self) -> int:
         """Into how many chunks attention cuts a rank's heads."""
-        shape = self._shape
+        shape = self.shape
         return choose_head_chunks(
             *(self.config, shape.tokens, shape.query_heads, shape.kv_heads),
             is_worth_it=self.context > self.head_parallel and not self.documents,
@@ -200,7 +200,7 @@ class Workload:
 
         It runs once for each chunk of the heads.
         """
-        size, config, shape = self.head_parallel, self.config, self._shape
+        size, config, shape = self.head_parallel, self.config, self.shape
         if not (config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute):
             config = replace(config, recompute_fraction=None, recompute_offload=False)
         on_a_node = max(1, self.ranks_per_node * self.tensor // self.beside)
@@ -222,7 +222,7 @@ class Workload:
         )
 
     @cached_property
-    def _shape(self) -> Shape:
+    def shape(self) -> Shape:
         """Of a rank's tensors in its ring, all heads."""
         size, config = self.head_parallel, self.config
         heads, kv_heads = self.heads

@@ -20,28 +20,11 @@ from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Targe
 from megatron_burst.tools.doctor.machine import parts
 from tests.plugin.test_compat import fake_megatron, forget_megatron
 from tests.training.launcher import MODEL
-from tests.training.preloaded import once_a_class
 
 ROOT = Path(__file__).parents[3]
 BURST = "--context-parallel-algo burst --calculate-per-token-loss --mock-data --bf16".split()
 CLUSTER = ["--gpus-per-node", "8", "--nodes", "2", "--json"]
 CP16 = ["--context-parallel-size", "16", "--global-batch-size", "4"]
-
-
-@pytest.fixture
-def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put back what the doctor attaches."""
-    arguments = pytest.importorskip("megatron.training.arguments")
-    import megatron.training.argument_utils as argument_utils
-    import megatron.training.models.gpt as gpt
-
-    monkeypatch.setattr(arguments, "parse_args", arguments.parse_args)
-    for name in ("gpt_config_from_args", "hybrid_config_from_args"):
-        monkeypatch.setattr(argument_utils, name, getattr(argument_utils, name))
-    monkeypatch.setattr(gpt, "mtp_block_spec", gpt.mtp_block_spec)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    group, name = argument_utils.ArgumentGroupFactory, "_get_field_docstrings"
-    monkeypatch.setattr(group, name, once_a_class(getattr(group, name)))
 
 
 def judged(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

@@ -1,0 +1,175 @@
+"""What `plan` answers to a whole command: the doctor's findings, its step, and that with ours."""
+
+import importlib.util
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from megatron_burst.tools.doctor import checks
+from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, LaunchLine
+from megatron_burst.tools.doctor.parsing import parse, see_beside
+from megatron_burst.tools.doctor.report import Finding, Level, lines_of
+from megatron_burst.tools.flags import Flags, arguments
+from megatron_burst.tools.plan import screen
+from megatron_burst.tools.plan.advice import nothing_fits
+from megatron_burst.tools.plan.memory import GIB
+from megatron_burst.tools.plan.pasted import Change, Pasted, as_it_stands, change
+from megatron_burst.tools.plan.ranking import Candidate, candidate
+from megatron_burst.tools.plan.reading import workload_of
+
+_COLUMNS = "U", "GPU", "host", "exposed", "s/step", "tok/s", "MFU"
+_NO_DOCTOR = "megatron-core is not installed here, and its parser is what the doctor runs"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The three parts; a step that cannot be predicted is a reason."""
+
+    asked: Pasted
+    findings: Sequence[Finding] | None  # None where Megatron is not installed
+    stands: Candidate | str
+    change: Change
+    ours: Candidate | str
+    left: Sequence[Finding]  # what stops the command with our flags
+
+    def as_json(self) -> str:
+        """Return one JSON object."""
+        found = self.findings
+        commands = self.asked.words, self.change.of_command(self.asked)
+        steps = [
+            {"error": step} if isinstance(step, str) else screen.figures(step)
+            for step in (self.stands, self.ours)
+        ]
+        keys = "as_it_stands", "with_our_flags"
+        both = zip(keys, steps, commands, strict=True)
+        return json.dumps(
+            {
+                "findings": None if found is None else [*map(asdict, found)],
+                **{key: step | {"command": shlex.join(words)} for key, step, words in both},
+                "add": arguments(self.change.add),
+                "drop": arguments(self.change.drop),
+                "errors_with_our_flags": [*map(asdict, self.left)],
+                "assumed": self.asked.assumed,
+            },
+            indent=2,
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is read on a screen."""
+        steps = {"as it stands": self.stands, "with our flags": self.ours}
+        if known := [step for step in steps.values() if isinstance(step, Candidate)]:
+            yield from (*screen.about(known[0].load), _sizes(known[0]))
+        if self.asked.assumed:
+            yield self.asked.assumed
+        yield from (f"\ndoctor, {self.asked.target}:", *self._doctor(), "")
+        yield from _table(steps)
+        yield from (f"{name}: {step}" for name, step in steps.items() if isinstance(step, str))
+        yield from self._changes()
+        if len(known) == 2:
+            yield from ("", *screen.filled(_gain(*known)))
+
+    def _doctor(self) -> Iterator[str]:
+        if self.findings is None:
+            yield f"  {_NO_DOCTOR}"
+        elif not self.findings:
+            yield "  nothing was found"
+        else:
+            yield from _indented(self.findings)
+
+    def _changes(self) -> Iterator[str]:
+        line, names = self.asked.line, {"add": self.change.add, "drop": self.change.drop}
+        yield ""
+        if not line.starts_us:
+            yield f"start: -m {OUR_RUNNER} {line.program}"
+        yield from (
+            f"{name}: {shlex.join(arguments(some))}" for name, some in names.items() if some
+        )
+        if self.change.add.keys() | self.change.drop.keys():
+            command = screen.wrapped(shlex.join(self.change.of_command(self.asked)))
+            yield from ("", "the command with our flags:", command)
+        elif isinstance(self.ours, Candidate):
+            yield "it has our flags"
+        if more := [each for each in self.left if each not in (self.findings or ())]:
+            yield from ("what then stops it, by the doctor:", *_indented(more))
+
+
+def answer(asked: Pasted) -> Answer:
+    """Ask the doctor, and predict the step as it stands and with our flags."""
+    stands = _predicted(asked, as_it_stands)
+    try:
+        changed = change(asked)
+        ours = _predicted(asked, changed.of)
+    except ValueError as reason:
+        changed, ours = Change({}, {}), str(reason)
+    line = asked.line
+    found = _doctor(asked, line)
+    ours_line = replace(line, flags=tuple(changed.of_words(line.flags)), starts_us=True)
+    left = _doctor(asked, ours_line) if ours_line != line else found
+    errors = [each for each in left or () if each.level is Level.ERROR]
+    return Answer(asked, found, stands, changed, ours, errors)
+
+
+def show(asked: Pasted, *, as_json: bool) -> None:
+    """Print the answer.
+
+    Raises:
+        ValueError: with our flags it does not fit either.
+    """
+    found = answer(asked)
+    print(found.as_json() if as_json else "\n".join(found.lines()))
+    if isinstance(found.ours, Candidate) and found.ours.lacks:
+        raise ValueError(nothing_fits([found.ours]))
+
+
+def _predicted(asked: Pasted, flags_of: Callable[[Flags], Flags]) -> Candidate | str:
+    """A step, or why it cannot be predicted."""
+    try:
+        flags = flags_of(asked.flags)
+        return candidate(flags, workload_of(flags, asked.cluster, asked.gpus))
+    except ValueError as reason:
+        return str(reason)
+
+
+def _doctor(asked: Pasted, line: LaunchLine) -> list[Finding] | None:
+    """What the doctor finds, but for memory; None where Megatron is not installed."""
+    if importlib.util.find_spec("megatron") is None:
+        return None
+    see_beside(line)
+    with asked.target.pretended():
+        found = [*checks.findings(line, asked.target, parse(line, asked.target))]
+    return [*checks.variable_findings(line.environment), *found]
+
+
+def _indented(findings: Sequence[Finding]) -> Iterator[str]:
+    for text in lines_of(findings):
+        yield from screen.filled(text, "  ", " " * 11)
+
+
+def _sizes(step: Candidate) -> str:
+    texts = screen.cells(step)
+    names = ("TP", "CP", "DP", *(name for name in ("PP", "EP") if texts[name] != "1"))
+    return ", ".join(f"{name} {texts[name]}" for name in names)
+
+
+def _table(steps: Mapping[str, Candidate | str]) -> Iterator[str]:
+    rows = {name: step for name, step in steps.items() if isinstance(step, Candidate)}
+    if not rows:
+        return
+    lines = [["", "attention", "loss", *_COLUMNS]]
+    for name, step in rows.items():
+        loss = "chunked" if step.load.chunked_loss else "all logits"
+        mark = f"{name} (does not fit)" if step.lacks else name
+        lines.append(
+            [mark, screen.shown(step), loss, *map(screen.cells(step).__getitem__, _COLUMNS)]
+        )
+    yield from screen.aligned(lines)
+    yield from ("", *screen.legend([*rows.values()], _COLUMNS))
+
+
+def _gain(stands: Candidate, ours: Candidate) -> str:
+    less = (stands.memory.total - ours.memory.total) / GIB
+    said = f"a GPU holds {abs(less):.1f} GiB {'less' if less >= 0 else 'more'}"
+    if stands.lacks and not ours.lacks:
+        said += f", and it fits: as it stands it {screen.missing(stands)}"
+    return f"with our flags a step is {screen.compared(stands, ours)}, {said}"

@@ -1,0 +1,174 @@
+"""A whole Megatron command, taken apart: its flags, its machines, and what makes it ours."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import dropwhile
+from typing import Any
+
+from megatron_burst.config import Algorithm
+from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, LaunchLine, Target, split
+from megatron_burst.tools.flags import Flags, arguments, parsed, whole
+from megatron_burst.tools.plan import memory
+from megatron_burst.tools.plan.advice import savings_that_fit
+from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.savings import CHUNKED_LOSS
+from megatron_burst.tools.plan.usual import A2A, ALL_GATHER, ALONE, P2P
+
+_ALGO, _TYPE = "context-parallel-algo", "cp-comm-type"
+_HIERARCHY = "hierarchical-context-parallel-sizes"
+_THEIRS = (  # of Megatron's attention and loss, which ours stand in for
+    *(_TYPE, _HIERARCHY, "attention-backend"),
+    *("cross-entropy-loss-fusion", "cross-entropy-fusion-impl"),
+)
+_VOCABULARY = {"GPT2BPETokenizer": 50257}  # of tokenizers that need no file to be known
+_USUAL_VOCABULARY = 128256  # of Llama 3
+_CAPABILITIES = {"A": (8, 0), "H": (9, 0), "B": (10, 0), "GB": (10, 0)}  # by a GPU's name
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """A command, taken apart, for machines that the command line or its own words name."""
+
+    words: Sequence[str]
+    line: LaunchLine
+    flags: dict[str, Any]
+    cluster: Cluster
+    gpus: int
+    assumed: str = ""  # what it does not say
+
+    @property
+    def target(self) -> Target:
+        """What the doctor judges it for."""
+        a_node = (
+            self.line.ranks_per_node or self.cluster.gpus_per_host or self.cluster.gpus_per_node
+        )
+        a_node = min(a_node, self.gpus)
+        letters = self.cluster.gpu.rstrip("0123456789")
+        return Target(-(-self.gpus // a_node), a_node, _CAPABILITIES.get(letters))
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Whether the words behind `--` are a program's, not flags alone."""
+    return bool(words) and not words[0].startswith("--")
+
+
+def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> Pasted:
+    """Take a command apart; its own words say how many GPUs, unless --gpus does.
+
+    Raises:
+        ValueError: it has no program, or nothing says the machine or how many GPUs.
+    """
+    if given.run or given.model:
+        raise ValueError("--run and --model are not for a whole command, which has a model")
+    if not given.cluster:
+        raise ValueError("say --cluster: on which GPUs is the command to run?")
+    cluster = configs.cluster(given.cluster)
+    line = split(words, cluster.gpus_per_host or cluster.gpus_per_node)
+    flags = parsed([*dropwhile(lambda word: not word.startswith("--"), line.flags)])
+    if not (gpus := given.gpus or (line.nodes or 0) * (line.ranks_per_node or 0)):
+        raise ValueError("say --gpus: no torchrun in the command has plain numbers of ranks")
+    if given.seq_length:
+        flags["seq-length"] = given.seq_length
+    if given.documents:
+        flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
+    if flags.pop("recompute-activations", False):  # Megatron's short form
+        flags["recompute-granularity"] = "selective"
+    flags.setdefault("global-batch-size", _sequences(flags, gpus))
+    assumed = ""
+    if "vocab-size" not in flags:
+        tokenizer = str(flags.get("tokenizer-type"))
+        flags["vocab-size"] = _VOCABULARY.get(tokenizer, _USUAL_VOCABULARY)
+        assumed = f"--vocab-size {flags['vocab-size']} is assumed: no tokenizer is read here"
+    return Pasted(words, line, flags, cluster, gpus, assumed)
+
+
+def _sequences(flags: Flags, gpus: int) -> int:
+    """Megatron's default: a micro-batch for each data-parallel rank."""
+    ranks = 1
+    for kind in ("tensor-model", "pipeline-model", "context"):
+        ranks *= whole(flags, f"{kind}-parallel-size")
+    return max(1, gpus // ranks) * whole(flags, "micro-batch-size")
+
+
+def as_it_stands(flags: Flags) -> dict[str, Any]:
+    """Return flags of ours that send and compute what Megatron's own attention does.
+
+    Raises:
+        ValueError: its layers differ.
+    """
+    named = flags.get(_TYPE, "p2p")
+    names = [named] if isinstance(named, str) else named
+    if flags.get(_ALGO, "megatron") != "megatron":
+        return {**flags}
+    if len({*names}) > 1:
+        raise ValueError(f"--{_TYPE} {' '.join(names)}: layers that differ are not predicted")
+    sizes = flags.get(_HIERARCHY, [1])
+    degree = int(sizes[0] if isinstance(sizes, list) else sizes)
+    known: dict[str, Flags] = {
+        **{str(name): {_ALGO: name} for name in Algorithm},
+        **{"p2p": P2P, "a2a": A2A, "all_gather": ALL_GATHER},
+        "a2a+p2p": {**P2P, "burst-head-parallel-size": degree},
+    }
+    if names[0] not in known:
+        raise ValueError(f"--{_TYPE} {names[0]} is not known: {', '.join(known)}")
+    return {**flags, **known[names[0]]}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What makes a command ours: flags to add, and Megatron's that they stand in for."""
+
+    add: Flags
+    drop: Flags
+
+    def of(self, flags: Flags) -> dict[str, Any]:
+        """Return the flags with it."""
+        return {n: value for n, value in flags.items() if n not in self.drop} | {**self.add}
+
+    def of_words(self, words: Sequence[str]) -> list[str]:
+        """Return the words of flags with it."""
+        return [*self._kept(words), *arguments(self.add)]
+
+    def _kept(self, words: Sequence[str]) -> Iterator[str]:
+        goes = False
+        for word in words:
+            if word.startswith("--"):
+                name = word.removeprefix("--").partition("=")[0]
+                goes = name in self.drop or name in self.add
+            if not goes:
+                yield word
+
+    def of_command(self, asked: Pasted) -> list[str]:
+        """Return the whole command with it, its script under our runner."""
+        line = asked.line
+        before = [*asked.words[: len(asked.words) - len(line.flags)]]
+        if line.program.endswith(".py") and not line.starts_us:
+            before[-1:] = ["-m", OUR_RUNNER, line.program]
+        return [*before, *self.of_words(line.flags)]
+
+
+def change(asked: Pasted) -> Change:
+    """Return our flags that the command lacks, with the savings that it takes to fit.
+
+    Raises:
+        ValueError: its step cannot be predicted.
+    """
+    add = {name: v for name, v in {**ALONE, **CHUNKED_LOSS}.items() if _lacks(asked.flags, name)}
+    found = Change(add, {n: asked.flags[n] for n in _THEIRS if n in asked.flags})
+    flags = found.of(asked.flags)
+    if memory.lacks(workload_of(flags, asked.cluster, asked.gpus)):
+        savings = savings_that_fit(flags, asked.cluster, asked.gpus)
+        found = Change(add | (savings or {}), found.drop)
+    return found
+
+
+def without_theirs(flags: Flags) -> dict[str, Any]:
+    """Return flags without those of Megatron's attention and loss."""
+    return {name: value for name, value in flags.items() if name not in _THEIRS}
+
+
+def _lacks(flags: Flags, name: str) -> bool:
+    return str(flags.get(name, "megatron")) == "megatron"

@@ -1,0 +1,26 @@
+"""What several tools' tests share."""
+
+import pytest
+
+from tests.training.preloaded import once_a_class
+
+
+@pytest.fixture
+def detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put back what the doctor attaches."""
+    arguments = pytest.importorskip("megatron.training.arguments")
+    import megatron.training.argument_utils as argument_utils
+    import megatron.training.models.gpt as gpt
+
+    monkeypatch.setattr(arguments, "parse_args", arguments.parse_args)
+    for name in ("gpt_config_from_args", "hybrid_config_from_args"):
+        monkeypatch.setattr(argument_utils, name, getattr(argument_utils, name))
+    monkeypatch.setattr(gpt, "mtp_block_spec", gpt.mtp_block_spec)
+    group, name = argument_utils.ArgumentGroupFactory, "_get_field_docstrings"
+    monkeypatch.setattr(group, name, once_a_class(getattr(group, name)))
+
+
+@pytest.fixture
+def megatron(detached: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Megatron take context parallelism, and put back what the doctor attaches."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
