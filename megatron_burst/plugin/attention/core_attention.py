@@ -11,6 +11,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.kv import Latents
 from megatron_burst.config import Check, Mla
 from megatron_burst.plans.visibility.layout import contiguous
@@ -69,6 +70,11 @@ class BurstCoreAttention(ModuleWithSink):
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
         self.name_layer(str(layer_number))
 
+    @property
+    def may_send_latents(self) -> bool:
+        """Whether there is a group, of the model or of micro-batches, over which they can go."""
+        return any(context.can_send_latents for context in (self.context, *self._shared.contexts))
+
     def name_layer(self, name: str) -> None:
         """Set the name of the layer in what is said by the checks, which begin anew."""
         self._attend: Callable[..., Tensor] = ring_attention
@@ -103,10 +109,11 @@ class BurstCoreAttention(ModuleWithSink):
                 which nobody moves the tokens.
         """
         mask_type = attn_mask_type or self._attn_mask_type
-        with self.context.agreed.told(f"layer {self._layer_number}"):
-            self._refuse(attention_mask, attention_bias)
+        context = self._shared.contexts.of_micro_batch(packed_seq_params, self.context)
+        with context.agreed.told(f"layer {self._layer_number}"):
+            self._refuse(attention_mask, attention_bias, context)
             _refuse_generation(query, key)
-            documents = self._documents(packed_seq_params, query)
+            documents = self._documents(packed_seq_params, query, context)
             mask = self._mask(mask_type, documents)
         is_thd = not isinstance(packed_seq_params, PackedDocuments | None)
         checkpoints = self._shared.checkpoints if self.training else None
@@ -116,18 +123,20 @@ class BurstCoreAttention(ModuleWithSink):
         if query.ndim == 3:  # from MLA, too, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
-        latents = None if self.latents is None else self.latents(query.shape[1])
+        latents = None
+        if self.latents is not None and context.can_send_latents:
+            latents = self.latents(query.shape[1])
         if self._check is not None:
             self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
         layout = documents.layout
-        if self.context.ranks == 1 and q.shape[1] % 2:  # a prompt may have any length
+        if context.ranks == 1 and q.shape[1] % 2:  # a prompt may have any length
             layout = contiguous(q.shape[1], 1)
-        sent = self.context.bytes_sent
+        sent = context.bytes_sent
         out = self._attend(
             q,
             k,
             v,
-            self.context,
+            context,
             mask=mask,
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
@@ -136,10 +145,10 @@ class BurstCoreAttention(ModuleWithSink):
             memory=memory,
         )
         if not self.training:
-            self._shared.contexts.bytes_sent_in_evaluation += self.context.bytes_sent - sent
+            self._shared.contexts.bytes_sent_in_evaluation += context.bytes_sent - sent
         return out[0] if is_thd else out.transpose(0, 1).flatten(2)
 
-    def _documents(self, packed: Any, query: Tensor) -> PackedDocuments:
+    def _documents(self, packed: Any, query: Tensor, context: BurstContext) -> PackedDocuments:
         """Return the packed sequences, those of Megatron's "thd" too."""
         if isinstance(packed, PackedDocuments | None):
             documents = packed or self._shared.whole
@@ -154,11 +163,12 @@ class BurstCoreAttention(ModuleWithSink):
                 "--micro-batch-size 1"
             )
         else:
-            documents = self._shared.read(packed, self.context.group)
-        tokens = query.shape[0] * self.context.ranks
+            rotates = context.group if context is self.context else self._megatrons_group()
+            documents = self._shared.read(packed, context.group, rotates)
+        tokens = query.shape[0] * context.ranks
         if documents.bounds and documents.bounds[-1] != tokens:
             raise ValueError(
-                f"the documents end at {documents.bounds[-1]}, and the {self.context.ranks} "
+                f"the documents end at {documents.bounds[-1]}, and the {context.ranks} "
                 f"context-parallel ranks hold {tokens} tokens: pass cu_seqlens that end there, "
                 "with their padding"
             )
@@ -173,13 +183,13 @@ class BurstCoreAttention(ModuleWithSink):
         left, none_behind = self._window
         return self._shared.masks.of(_IS_CAUSAL[mask_type] or none_behind, left, documents)
 
-    def _refuse(self, mask: Tensor | None, bias: Tensor | None) -> None:
-        if self.context.config.mla is Mla.LATENT and not self.latents and self.context.ranks > 1:
+    def _refuse(self, mask: Tensor | None, bias: Tensor | None, context: BurstContext) -> None:
+        if context.config.mla is Mla.LATENT and not self.latents and context.ranks > 1:
             raise ValueError(
                 f"--burst-mla {Mla.LATENT}: layer {self._layer_number} is no MLASelfAttention of "
                 "Megatron's that was built of our spec; drop it"
             )
-        if not self._shared.follows_layout and self.context.ranks > 1:
+        if not self._shared.follows_layout and context.ranks > 1:
             raise ValueError(
                 f"the tokens are in Megatron's zigzag, not in --burst-layout "
                 f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "
