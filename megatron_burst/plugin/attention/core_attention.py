@@ -17,6 +17,7 @@ from megatron_burst.config import Check, Mla
 from megatron_burst.plans.visibility.layout import contiguous
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.documents import PackedDocuments
+from megatron_burst.plugin.attention.largest_scores import largest_scores
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.attention.sink import ModuleWithSink
@@ -60,6 +61,11 @@ class BurstCoreAttention(ModuleWithSink):
             reasons.append(f"attention_dropout = {attention_dropout}: only 0 is possible")
         if attention_type != "self":
             reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
+        self._clips = getattr(config, "qk_clip", False)  # 0.13 has none
+        if self._clips and shared.verification is not None:
+            reasons.append(
+                f"qk_clip = True: --burst-check {Check.REFERENCE} looks past it: drop it"
+            )
         refuse_all(f"layer {layer_number} cannot use burst", reasons)
         self._shared = shared
         self.context = shared.contexts.of(config, pg_collection)
@@ -67,6 +73,8 @@ class BurstCoreAttention(ModuleWithSink):
         self._softmax_scale = softmax_scale
         self._window = window_of(config, layer_number)
         self._layer_number = layer_number
+        # Under this name Megatron's optimizer takes it, a step's: see `clip_qk`.
+        self.current_max_attn_logits: Tensor | None = None
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
         self.name_layer(str(layer_number))
 
@@ -77,7 +85,8 @@ class BurstCoreAttention(ModuleWithSink):
 
     def name_layer(self, name: str) -> None:
         """Set the name of the layer in what is said by the checks, which begin anew."""
-        self._attend: Callable[..., Tensor] = ring_attention
+        attend = self._attend_and_look if self._clips else ring_attention
+        self._attend: Callable[..., Tensor] = attend
         self._check: LayerCheck | None = None
         given = self.config, self._layer_number, self._softmax_scale
         if self._shared.verification is not None:
@@ -147,6 +156,23 @@ class BurstCoreAttention(ModuleWithSink):
         if not self.training:
             self._shared.contexts.bytes_sent_in_evaluation += context.bytes_sent - sent
         return out[0] if is_thd else out.transpose(0, 1).flatten(2)
+
+    def _attend_and_look(
+        self, q: Tensor, k: Tensor, v: Tensor, context: BurstContext, **more: Any
+    ) -> Tensor:
+        """Attend as `ring_attention` does, and take the largest score of each head.
+
+        Of a checkpointed layer in the second pass.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return ring_attention(q, k, v, context, **more)
+        out, lse = ring_attention(q, k, v, context, return_lse=True, **more)
+        layout = more["layout"] or context.layout(q.shape[1] * context.ranks)
+        scale = q.shape[3] ** -0.5 if (given := more["softmax_scale"]) is None else given
+        settings = context, more["mask"], layout, scale, self.config.qk_clip_threshold
+        found, before = largest_scores(q, k, lse, *settings), self.current_max_attn_logits
+        self.current_max_attn_logits = found if before is None else torch.maximum(found, before)
+        return out
 
     def _documents(self, packed: Any, query: Tensor, context: BurstContext) -> PackedDocuments:
         """Return the packed sequences, those of Megatron's "thd" too."""
