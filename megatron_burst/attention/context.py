@@ -89,10 +89,7 @@ class BurstContext:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is None or group.size() == 1:
-            check_kernel_name(config.kernel)
-            heads = head_groups((0,), config.head_parallel_size or 1)
-            alone = Communicator((), {}, config.timeout_seconds)
-            return cls(config, None, flat_grid(1), (0,), alone, heads)
+            return cls.alone(config)
         said = f"{config}, {shape}"
         check_agreement(group, "the configuration", said, config.timeout_seconds)
         check_kernel_name(config.kernel)
@@ -114,6 +111,14 @@ class BurstContext:
             machine=machine,
             beside=min(heads.size, on_a_node),
         )
+
+    @classmethod
+    def alone(cls, config: BurstConfig) -> "BurstContext":
+        """Make the context of this process alone, which concerns no other one."""
+        check_kernel_name(config.kernel)
+        heads = head_groups((0,), config.head_parallel_size or 1)
+        communicator = Communicator((), {}, config.timeout_seconds)
+        return cls(config, None, flat_grid(1), (0,), communicator, heads)
 
     @property
     def can_send_latents(self) -> bool:

@@ -29,7 +29,9 @@ WORKING: Mapping[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None, "gated_delta_net"),
 }
 
-# Of our attention.
+# Of our attention. With --hybrid-context-parallel `HybridCPDataLoaderWrapper.unpack_batch` (0.19.2,
+# main d98e8a64) hands on tokens [t] without cu_seqlens: `get_batch_on_this_tp_rank` fails, and
+# `get_batch_on_this_cp_rank` would cut by the group of the model.
 LIMITS = with_remedies(
     attention_dropout=(
         "a kernel's random numbers are local to a tile, so no CP size would equal another: pass "
@@ -41,7 +43,8 @@ LIMITS = with_remedies(
         "--dataloader-inter-document-masking"
     ),
     hybrid_context_parallel=(
-        "Megatron 0.19 and main end in get_batch with it, and would rotate by the static group"
+        "Megatron (0.19, main d98e8a64) asks tokens [t] for shape[1] in get_batch_on_this_tp_rank: "
+        "drop --hybrid-context-parallel, or pass a cp_group yourself"
     ),
     hybrid_override_pattern=(
         "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"
@@ -49,8 +52,9 @@ LIMITS = with_remedies(
     modelopt_enabled=(
         "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)"
     ),
-    qk_clip="it needs the largest score of a row",
-    log_max_attention_logit="it needs the largest score of a row",
+    log_max_attention_logit=(
+        "no kernel returns the largest score, and to find it costs a seventh of attention's FLOPs"
+    ),
     fp8_dot_product_attention=(
         "attention runs in the model's dtype: leave fp8_dot_product_attention off"
     ),
@@ -81,10 +85,17 @@ LIMITS = with_remedies(
     fake_process_group="a ring waits for ranks that are not there",
 )
 
-# Of our attention, arguments that dev alone has, Megatron's branch of what will come.
+# Of our attention, arguments that dev alone has, Megatron's branch of what will come. Dynamic
+# context parallelism implies a scheduler, for which its config wants TransformerEngine 2.9;
+# what `get_batch_on_this_rank_for_sequence_packing` makes is THD, each document in zigzag.
 DEV_LIMITS = with_remedies(
-    dynamic_context_parallel="every micro-batch would have process groups of its own",
-    sequence_packing_scheduler="it deals out tokens by itself, in an order that ours is not told",
+    dynamic_context_parallel=(
+        "Megatron (dev d48bd6be) wants TransformerEngine 2.9, with which it was not tried: drop "
+        "--dynamic-context-parallel, or pass a cp_group yourself"
+    ),
+    sequence_packing_scheduler=(
+        "Megatron (dev d48bd6be) wants TransformerEngine 2.9, with which it was not tried"
+    ),
     cp_partition_mode=(
         "our layouts begin from zigzag: drop --cp-partition-mode contiguous, or take "
         "--burst-layout balanced"

@@ -540,7 +540,6 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "hybrid_override_pattern": "--hybrid-override-pattern M-M*",
     "modelopt_enabled": {"modelopt_enabled": True},
-    "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
     "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
     "fp8_multi_head_attention": {"fp8_multi_head_attention": True},
@@ -776,9 +775,11 @@ def test_a_norm_that_a_hybrid_stack_lacks_is_said(
 
 
 def test_all_reasons_come_at_once(parser: argparse.ArgumentParser) -> None:
-    text = refusal(parser, BURST + "--reset-attention-mask --qk-clip --attention-backend local")
+    text = refusal(
+        parser, BURST + "--reset-attention-mask --log-max-attention-logit --attention-backend local"
+    )
     named = re.findall(r"^  (\w+) = ", text, re.MULTILINE)
-    assert named == ["reset_attention_mask", "qk_clip", "attention_backend"]
+    assert named == ["reset_attention_mask", "log_max_attention_logit", "attention_backend"]
 
 
 @pytest.mark.parametrize("backend", sorted(AttnBackend.__members__))

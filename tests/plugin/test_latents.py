@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.latent_layers import _normalised, attach  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 
 
 def up_projection(kind: type = ColumnParallelLinear, **more: Any) -> Any:
@@ -40,7 +41,7 @@ def layer(
     nodes = (0, 0) * heads
     groups = head_groups(nodes, heads)
     core.context = BurstContext(config, None, flat_grid(2), nodes, alone, groups)
-    core.latents = None
+    core.latents, core._shared = None, SharedState(config)
     return SimpleNamespace(
         core_attention=core,
         linear_kv_up_proj=linear,

@@ -10,11 +10,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.visibility.layout import zigzag_of_each
 from tests import oracle
 from tests.workers import Team, WorkerPool
@@ -216,7 +214,6 @@ OTHER = "self-attention has one of them"
     ("params", "message"),
     [
         (PackedSeqParams("thd"), "without cu_seqlens_q"),
-        (packed(0, 8, local_cp_size=2), "drop --hybrid-context-parallel"),
         (packed(0, 9, tokens_per_sample=8), "end at 9, no multiple of 8 tokens a sample"),
         (packed(1, 8), r"cu_seqlens_q goes from 0 to where .* ends, got \[1, 8\]"),
         (packed(0, 0), r"got \[0, 0\]"),
@@ -334,23 +331,3 @@ def test_thd_that_is_refused(
     q, k, v, _ = (x.squeeze(1) for x in (y[:tokens, :samples] for y in inputs(tokens)))
     with pytest.raises(ValueError, match=message):
         build()(q, k, v, None, packed_seq_params=params)
-
-
-def _with_a_group(team: Team) -> list[str]:
-    """Our group brought as another object, the group of the job, and sizes alone."""
-    same = team.groups.channels[Channel.READ_WITHIN]
-    static = packed(0, 8, cp_group=same, local_cp_size=team.group.size())
-    assert read_documents(static, team.group, 2).bounds == (0, 8)
-    errors = []
-    for other in ({"cp_group": dist.group.WORLD, "local_cp_size": 8}, {"local_cp_size": 1}):
-        with pytest.raises(ValueError, match="drop --hybrid-context-parallel") as refused:
-            read_documents(packed(0, 8, **other), team.group, 2)
-        errors.append(str(refused.value))
-    return errors
-
-
-def test_the_group_of_a_micro_batch_is_compared_with_ours(workers: WorkerPool) -> None:
-    """Megatron-RL brings the static one, hybrid context parallelism one of other ranks."""
-    for of_the_job, of_one in workers.run(2, _with_a_group):
-        assert "cp_group of ranks [0, 1, 2, 3, 4, 5, 6, 7], and our attention runs" in of_the_job
-        assert "local_cp_size = 1, and our attention runs over ranks [6, 7]" in of_one

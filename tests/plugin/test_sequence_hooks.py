@@ -351,7 +351,7 @@ def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
     attention: Any = SimpleNamespace(_shared=SharedState(SEGMENTED))
     attention.context = Context(SEGMENTED, 2, 0)
     with pytest.raises(ValueError, match=r"not in --burst-layout segmented-zigzag: .*SequenceHook"):
-        BurstCoreAttention._refuse(attention, None, None)
+        BurstCoreAttention._refuse(attention, None, None, attention.context)
     assert SharedState(BurstConfig()).follows_layout
 
 
@@ -378,7 +378,7 @@ def _cut(team: Team) -> None:
         given = {"tokens": whole, "labels": whole + 1, "loss_mask": None, "cu_seqlens": starts}
         batch = cut(given, is_hybrid_cp=False, use_per_sequence_balancing=True)
         said = None if bounds is None else packed(*bounds)
-        layout = zigzag(32, 2) if bounds is None else hooks._read(said).layout
+        layout = zigzag(32, 2) if bounds is None else hooks._read(said, context).layout
         mine = layout.shard(whole, context.rank, 1)
         assert torch.equal(batch["tokens"], mine) and torch.equal(batch["labels"], mine + 1)
         options = {"labels": batch["labels"], "packed_seq_params": said}

@@ -54,7 +54,7 @@ def main() -> None:
                 print(f"apart {name} {kind} {apart}")
 
 
-def build(name: str, groups: Any) -> Any:
+def build(name: str, groups: Any, shared: Any = None) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -69,7 +69,7 @@ def build(name: str, groups: Any) -> Any:
     spec = get_gpt_layer_local_spec(multi_latent_attention=is_mla)
     return GPTModel(
         config,
-        burst_layer_spec(spec, BurstConfig()),
+        burst_layer_spec(spec, shared or BurstConfig()),
         vocab_size=ROWS,
         max_sequence_length=128,
         position_embedding_type="rope",

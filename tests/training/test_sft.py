@@ -102,6 +102,17 @@ def test_documents_that_the_caller_packs_and_splits(tmp_path: Path, ranks: int) 
     assert max(found.values()) < 1e-5
 
 
+def test_micro_batches_over_groups_of_their_own(tmp_path: Path) -> None:
+    """Megatron's of 4, 2 and 1 of the ranks; positions are those of the micro-batch's group."""
+    flags = "--mock-data --context-parallel-size 2 --hybrid-context-parallel"
+    flags += " --calculate-per-token-loss"
+    text = run_module("tests.training.logits_of_groups", tmp_path, 4, *flags.split())
+    words = [line.split() for line in text.splitlines() if line.startswith("apart ")]
+    found = {f"{model} {what}": float(apart) for _, model, what, apart in words}
+    print(found)
+    assert len(found) == 4 and max(found.values()) < 1e-5
+
+
 @pytest.mark.slow
 def test_sft_with_mtp(conversations: Callable[..., Log]) -> None:
     mtp = "--mtp-num-layers 1"

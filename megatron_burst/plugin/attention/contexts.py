@@ -1,6 +1,8 @@
 """The contexts of our attention, one for each context-parallel group that Megatron makes."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -9,9 +11,14 @@ from megatron.core import ModelParallelConfig, parallel_state
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.log import Means
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Check
+from megatron_burst.plugin.attention.documents import ranks_of
 from megatron_burst.plugin.attention.masks import Masks
 from megatron_burst.plugin.attention.shapes import shape_of
+from megatron_burst.transport.objects import gather_objects
+
+# Of `parallel_state`: the groups of micro-batches of this rank by their sizes, dev's and others'.
+_BY_SIZE = "_DYNAMIC_DP_CP_GROUPS", "_HYBRID_DP_CP_GROUPS"
 
 
 class Contexts:
@@ -25,7 +32,7 @@ class Contexts:
 
     def __init__(self, config: BurstConfig, tokens: int | None, masks: Masks) -> None:
         self._config, self._tokens, self._masks = config, tokens, masks
-        self._made: dict[dist.ProcessGroup, BurstContext] = {}
+        self._made: dict[tuple[int, ...], BurstContext] = {}
         self.bytes_sent_in_evaluation = 0
 
     def __iter__(self) -> Iterator[BurstContext]:
@@ -35,18 +42,80 @@ class Contexts:
         """Return the context of the context-parallel group that Megatron has made.
 
         The first call, of all ranks of the job together, makes it; Megatron's groups of a hierarchy
-        say who shares a node.
+        say who shares a node. Where Megatron has made groups for micro-batches of other sizes, it
+        makes theirs as well.
         """
         group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
-        if group not in self._made:
+        if (ranks := ranks_of(group)) not in self._made:
+            is_first = not self._made
             self._masks.compare(self._config.timeout_seconds)
             hierarchy = None
             if model.hierarchical_context_parallel_sizes:
                 hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
             shape = shape_of(model, self._config, self._tokens)
             made = BurstContext.create(self._config, group, hierarchy=hierarchy, shape=shape)
-            self._made[group] = made
-        return self._made[group]
+            self._made[ranks] = made
+            for other in _groups_of_micro_batches() if is_first else ():
+                self.add(model, other)
+        return self._made[ranks]
+
+    def add(self, model: ModelParallelConfig, group: dist.ProcessGroup) -> None:
+        """Make the context of a group that micro-batches may bring, once the model's own is there.
+
+        A collective call of all ranks of the job, each with a group that it is in. Heads are shared
+        out as the settings say, over as many ranks as there are.
+        """
+        ranks, timeout = ranks_of(group), self._config.timeout_seconds
+        assert dist.group.WORLD is not None
+        what = "learn whose groups are new"
+        if not any(gather_objects(dist.group.WORLD, what, ranks not in self._made, timeout)):
+            return
+        degree = self._config.head_parallel_size
+        config = replace(self._config, head_parallel_size=degree and math.gcd(degree, len(ranks)))
+        made = BurstContext.create(config, group, shape=shape_of(model, config))
+        self._made.setdefault(ranks, made)
+
+    def of_micro_batch(self, packed: Any, own: BurstContext) -> BurstContext:
+        """Return the context of the group that a micro-batch brings, `own` where it brings none.
+
+        Args:
+            packed: its `packed_seq_params`, Megatron's or ours, or None.
+            own: the context of the model.
+
+        Raises:
+            ValueError: it is the group of nobody's context, or not of the size that it is said.
+        """
+        group, size = (getattr(packed, name, None) for name in ("cp_group", "local_cp_size"))
+        if group is None and size in (None, own.ranks):
+            return own
+        if group is None and size != 1:
+            raise ValueError(
+                f"packed_seq_params brings local_cp_size = {size} without a group, and our "
+                f"attention runs over ranks {[*ranks_of(own.group)]}: pass its cp_group, too"
+            )
+        ranks = ranks_of(group)
+        if size not in (None, len(ranks)):
+            raise ValueError(
+                f"packed_seq_params brings local_cp_size = {size} and a cp_group of ranks "
+                f"{[*ranks]}: pass the size of the group"
+            )
+        if ranks == ranks_of(own.group):
+            return own
+        if self._config.check is Check.REFERENCE:
+            raise ValueError(
+                f"--burst-check {Check.REFERENCE} knows no cp_group but the model's own, and "
+                f"packed_seq_params brings ranks {[*ranks]}: drop it"
+            )
+        if len(ranks) == 1 and ranks not in self._made:
+            alone = replace(self._config, head_parallel_size=None)
+            self._made[ranks] = BurstContext.alone(alone)
+        if ranks not in self._made:
+            raise ValueError(
+                f"packed_seq_params brings a cp_group of ranks {[*ranks]}, for which our attention "
+                "has made no groups of its own: behind the first layer let all ranks call "
+                "shared.contexts.add(config, cp_group), each with the one that it is in"
+            )
+        return self._made[ranks]
 
     @property
     def bytes_sent(self) -> int:
@@ -58,3 +127,14 @@ class Contexts:
         """Of the context whose ranks have the most uneven work."""
         every = (context.kept.means for context in self)
         return max(every, key=attrgetter("imbalance"), default=Means())
+
+
+def _groups_of_micro_batches() -> list[dist.ProcessGroup]:
+    """Return this rank's groups of hybrid or dynamic context parallelism, the largest last."""
+    by_size: dict[int, dist.ProcessGroup] = {}
+    for name in _BY_SIZE:
+        by_size |= getattr(parallel_state, name, {})
+    if not by_size:
+        return []
+    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return [*(by_size[size] for size in sorted(by_size)), whole]

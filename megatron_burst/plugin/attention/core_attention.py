@@ -11,11 +11,13 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
+from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.kv import Latents
 from megatron_burst.config import Check, Mla
 from megatron_burst.plans.visibility.layout import contiguous
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.documents import PackedDocuments
+from megatron_burst.plugin.attention.largest_scores import largest_scores
 from megatron_burst.plugin.attention.nan_check import with_nan_check
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.attention.sink import ModuleWithSink
@@ -59,6 +61,11 @@ class BurstCoreAttention(ModuleWithSink):
             reasons.append(f"attention_dropout = {attention_dropout}: only 0 is possible")
         if attention_type != "self":
             reasons.append(f"attention_type = {attention_type}: only self-attention is supported")
+        self._clips = getattr(config, "qk_clip", False)  # 0.13 has none
+        if self._clips and shared.verification is not None:
+            reasons.append(
+                f"qk_clip = True: --burst-check {Check.REFERENCE} looks past it: drop it"
+            )
         refuse_all(f"layer {layer_number} cannot use burst", reasons)
         self._shared = shared
         self.context = shared.contexts.of(config, pg_collection)
@@ -66,12 +73,20 @@ class BurstCoreAttention(ModuleWithSink):
         self._softmax_scale = softmax_scale
         self._window = window_of(config, layer_number)
         self._layer_number = layer_number
+        # Under this name Megatron's optimizer takes it, a step's: see `clip_qk`.
+        self.current_max_attn_logits: Tensor | None = None
         self.latents: Callable[[int], Latents] | None = None  # of MLA, by the number of samples
         self.name_layer(str(layer_number))
 
+    @property
+    def may_send_latents(self) -> bool:
+        """Whether there is a group, of the model or of micro-batches, over which they can go."""
+        return any(context.can_send_latents for context in (self.context, *self._shared.contexts))
+
     def name_layer(self, name: str) -> None:
         """Set the name of the layer in what is said by the checks, which begin anew."""
-        self._attend: Callable[..., Tensor] = ring_attention
+        attend = self._attend_and_look if self._clips else ring_attention
+        self._attend: Callable[..., Tensor] = attend
         self._check: LayerCheck | None = None
         given = self.config, self._layer_number, self._softmax_scale
         if self._shared.verification is not None:
@@ -103,10 +118,11 @@ class BurstCoreAttention(ModuleWithSink):
                 which nobody moves the tokens.
         """
         mask_type = attn_mask_type or self._attn_mask_type
-        with self.context.agreed.told(f"layer {self._layer_number}"):
-            self._refuse(attention_mask, attention_bias)
+        context = self._shared.contexts.of_micro_batch(packed_seq_params, self.context)
+        with context.agreed.told(f"layer {self._layer_number}"):
+            self._refuse(attention_mask, attention_bias, context)
             _refuse_generation(query, key)
-            documents = self._documents(packed_seq_params, query)
+            documents = self._documents(packed_seq_params, query, context)
             mask = self._mask(mask_type, documents)
         is_thd = not isinstance(packed_seq_params, PackedDocuments | None)
         checkpoints = self._shared.checkpoints if self.training else None
@@ -116,18 +132,20 @@ class BurstCoreAttention(ModuleWithSink):
         if query.ndim == 3:  # from MLA, too, which drops a batch dimension of 1
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # sbhd -> bshd
-        latents = None if self.latents is None else self.latents(query.shape[1])
+        latents = None
+        if self.latents is not None and context.can_send_latents:
+            latents = self.latents(query.shape[1])
         if self._check is not None:
             self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
         layout = documents.layout
-        if self.context.ranks == 1 and q.shape[1] % 2:  # a prompt may have any length
+        if context.ranks == 1 and q.shape[1] % 2:  # a prompt may have any length
             layout = contiguous(q.shape[1], 1)
-        sent = self.context.bytes_sent
+        sent = context.bytes_sent
         out = self._attend(
             q,
             k,
             v,
-            self.context,
+            context,
             mask=mask,
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
@@ -136,10 +154,27 @@ class BurstCoreAttention(ModuleWithSink):
             memory=memory,
         )
         if not self.training:
-            self._shared.contexts.bytes_sent_in_evaluation += self.context.bytes_sent - sent
+            self._shared.contexts.bytes_sent_in_evaluation += context.bytes_sent - sent
         return out[0] if is_thd else out.transpose(0, 1).flatten(2)
 
-    def _documents(self, packed: Any, query: Tensor) -> PackedDocuments:
+    def _attend_and_look(
+        self, q: Tensor, k: Tensor, v: Tensor, context: BurstContext, **more: Any
+    ) -> Tensor:
+        """Attend as `ring_attention` does, and take the largest score of each head.
+
+        Of a checkpointed layer in the second pass.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return ring_attention(q, k, v, context, **more)
+        out, lse = ring_attention(q, k, v, context, return_lse=True, **more)
+        layout = more["layout"] or context.layout(q.shape[1] * context.ranks)
+        scale = q.shape[3] ** -0.5 if (given := more["softmax_scale"]) is None else given
+        settings = context, more["mask"], layout, scale, self.config.qk_clip_threshold
+        found, before = largest_scores(q, k, lse, *settings), self.current_max_attn_logits
+        self.current_max_attn_logits = found if before is None else torch.maximum(found, before)
+        return out
+
+    def _documents(self, packed: Any, query: Tensor, context: BurstContext) -> PackedDocuments:
         """Return the packed sequences, those of Megatron's "thd" too."""
         if isinstance(packed, PackedDocuments | None):
             documents = packed or self._shared.whole
@@ -154,11 +189,12 @@ class BurstCoreAttention(ModuleWithSink):
                 "--micro-batch-size 1"
             )
         else:
-            documents = self._shared.read(packed, self.context.group)
-        tokens = query.shape[0] * self.context.ranks
+            rotates = context.group if context is self.context else self._megatrons_group()
+            documents = self._shared.read(packed, context.group, rotates)
+        tokens = query.shape[0] * context.ranks
         if documents.bounds and documents.bounds[-1] != tokens:
             raise ValueError(
-                f"the documents end at {documents.bounds[-1]}, and the {self.context.ranks} "
+                f"the documents end at {documents.bounds[-1]}, and the {context.ranks} "
                 f"context-parallel ranks hold {tokens} tokens: pass cu_seqlens that end there, "
                 "with their padding"
             )
@@ -173,13 +209,13 @@ class BurstCoreAttention(ModuleWithSink):
         left, none_behind = self._window
         return self._shared.masks.of(_IS_CAUSAL[mask_type] or none_behind, left, documents)
 
-    def _refuse(self, mask: Tensor | None, bias: Tensor | None) -> None:
-        if self.context.config.mla is Mla.LATENT and not self.latents and self.context.ranks > 1:
+    def _refuse(self, mask: Tensor | None, bias: Tensor | None, context: BurstContext) -> None:
+        if context.config.mla is Mla.LATENT and not self.latents and context.ranks > 1:
             raise ValueError(
                 f"--burst-mla {Mla.LATENT}: layer {self._layer_number} is no MLASelfAttention of "
                 "Megatron's that was built of our spec; drop it"
             )
-        if not self._shared.follows_layout and self.context.ranks > 1:
+        if not self._shared.follows_layout and context.ranks > 1:
             raise ValueError(
                 f"the tokens are in Megatron's zigzag, not in --burst-layout "
                 f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "

@@ -31,6 +31,7 @@ class PackedDocuments(PackedSeqParams):
     samples: int = 1  # how many of the data set's samples the sequence is made of
     layout: Layout | None = None  # in which attention runs; None: that of the configuration
     brought: Layout | None = None  # in which the call's tensors come; None: zigzag of the whole
+    rank: int | None = None  # of this process in `cp_group`; None: that of the model's own group
     masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)  # by causality, window
     longest: int = field(init=False)  # tokens of a document
 
@@ -58,7 +59,7 @@ def read_documents(
 
     Args:
         packed: with the boundaries in the whole sequence, as all ranks have them.
-        group: the context-parallel group of our attention; None is this rank alone.
+        group: the context-parallel group that runs it; None is this rank alone.
         ranks_of_a_sequence: over how many ranks the rows of an expert layer are spread.
         apart: whether the ranks hold each document in a zigzag of its own, as they do wherever
             `packed` has boundaries with padding; else the zigzag is that of the whole sequence.
@@ -67,12 +68,11 @@ def read_documents(
         moves: whether it says so of those that are apart, too.
 
     Raises:
-        ValueError: samples of different lengths, boundaries that are none, documents that do not
-            divide over the ranks, or a context-parallel group of other ranks.
+        ValueError: samples of different lengths, boundaries that are none, or documents that do not
+            divide over the ranks.
     """
-    _check_group(packed, group)
     apart = apart or packed.cu_seqlens_q_padded is not None
-    ranks = len(_ranks(group)) if apart else 1
+    ranks = len(ranks_of(group)) if apart else 1
     lengths, places = _read(packed, 2 * ranks if ranks > 1 else 1)
     tokens = sum(places)
     samples, rest = divmod(tokens, packed.tokens_per_sample or tokens)
@@ -108,12 +108,29 @@ class Reader:
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
 
-    def __call__(self, packed: PackedSeqParams, group: dist.ProcessGroup | None) -> PackedDocuments:
-        """Return the documents; raises what `read_documents` raises."""
+    def __call__(
+        self,
+        packed: PackedSeqParams,
+        group: dist.ProcessGroup | None,
+        rotates: dist.ProcessGroup | None = None,
+    ) -> PackedDocuments:
+        """Return the documents, which run over `group`; raises what `read_documents` raises.
+
+        `rotates` is the group by whose ranks Megatron applies rotary embeddings. Dev takes the
+        micro-batch's, and gives its own back before core attention is computed again.
+        """
         given = _boundaries(packed).values()
         stamp = [(id(x), None if x.is_inference() else x._version) for x in given]
+        stamp.append((id(group), None))
         known: tuple[object, PackedDocuments] | None = self._known.get(packed)
         if known is None or known[0] != stamp:
+            if rotates is not None and (theirs := ranks_of(rotates)) != (ours := ranks_of(group)):
+                raise ValueError(
+                    f"packed_seq_params brings a cp_group of ranks {[*ours]}, and Megatron's layer "
+                    f"rotates by its pg_collection.cp, of ranks {[*theirs]}: set that to the "
+                    "cp_group for the forward, as Megatron's dev does, or append "
+                    "SequenceHooks(shared) to the pre_wrap_hooks of the model's config"
+                )
             known = stamp, read_documents(packed, group, 1, apart=True)
             self._known[packed] = known
         return known[1]
@@ -191,20 +208,8 @@ def _shown(values: Sequence[int]) -> str:
     return str([*values[:6]])[:-1] + (", …]" if len(values) > 6 else "]")
 
 
-def _check_group(packed: PackedSeqParams, group: dist.ProcessGroup | None) -> None:
-    """The group of a micro-batch, where it brings one, is that of our attention."""
-    ours = _ranks(group)
-    theirs = ours if packed.cp_group is None else _ranks(packed.cp_group)
-    size = packed.local_cp_size or len(theirs)
-    if theirs != ours or size != len(ours):
-        brought = f"cp_group of ranks {theirs}" if theirs != ours else f"local_cp_size = {size}"
-        raise ValueError(
-            f"packed_seq_params brings a {brought}, and our attention runs over ranks {ours}: "
-            "drop --hybrid-context-parallel"
-        )
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the ranks of the job that are in a group; None is this one alone."""
     if group is not None:
-        return dist.get_process_group_ranks(group)
-    return [dist.get_rank() if dist.is_initialized() else 0]
+        return tuple(dist.get_process_group_ranks(group))
+    return (dist.get_rank() if dist.is_initialized() else 0,)

@@ -60,7 +60,7 @@ def attach(attention: Any) -> None:
         ValueError: --burst-mla latent, and this layer's cannot be sent.
     """
     core = attention.core_attention
-    if not isinstance(core, BurstCoreAttention) or not core.context.can_send_latents:
+    if not isinstance(core, BurstCoreAttention) or not core.may_send_latents:
         return
     asked = core.context.config.mla
     reasons = [] if asked is Mla.HEADS else reasons_against(attention)

@@ -34,6 +34,11 @@ class Layouts:
         self._may_pay = config.is_zigzag and config.block_mask is None
         self._may_pay &= context.rank == 0 and context.heads.size < ranks
         self.of = functools.lru_cache(_KEPT)(self._of)
+        self.beside = functools.cache(self._beside)
+
+    def _beside(self, context: BurstContext) -> "Layouts":
+        """Return those of another group that micro-batches of the same model bring."""
+        return Layouts(context, self._window, self._queries_a_key)
 
     def _of(self, bounds: tuple[int, ...]) -> Layout | None:
         """Return the layout of documents with these bounds; None is that of the configuration."""

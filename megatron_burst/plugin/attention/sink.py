@@ -77,6 +77,11 @@ class ModuleWithSink(MegatronModule):
         state_dict.pop(f"{prefix}_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def _megatrons_group(self) -> dist.ProcessGroup:
+        """Return the context-parallel group that Megatron's layer has at the moment."""
+        groups = self._pg_collection
+        return groups.cp if groups else parallel_state.get_context_parallel_group()
+
     def _tensor_parallel(self) -> dist.ProcessGroup:
         groups = self._pg_collection
         return groups.tp if groups else parallel_state.get_tensor_model_parallel_group()

@@ -10,7 +10,7 @@ from megatron_burst.attention.context import BurstContext
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.pinned import to_device
 
-_OF_DOCUMENTS = ("bounds", "layout", "longest")
+_OF_DOCUMENTS = ("bounds", "layout", "longest", "rank")
 
 
 class WholeSequence(NamedTuple):
@@ -20,6 +20,7 @@ class WholeSequence(NamedTuple):
     bounds: tuple[int, ...] | None
     layout: Layout | None = None
     longest: int | None = None  # document; None: not known, so it may be all of it
+    rank: int | None = None  # of this process in the layout; None: that of the model's own group
 
 
 class Positions:
@@ -38,12 +39,12 @@ class Positions:
     def _on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
         """Return int64 [local tokens]."""
         layout = sequence.layout or self._context.layout(sequence.tokens)
-        rows = self.in_sequence(device, layout)
+        rows = self.in_sequence(device, layout, sequence.rank)
         return rows if sequence.bounds is None else within_documents(rows, sequence.bounds)
 
-    def _find(self, device: torch.device, layout: Layout) -> Tensor:
+    def _find(self, device: torch.device, layout: Layout, rank: int | None = None) -> Tensor:
         """Return int64 [local tokens], counted from the start of the sequence."""
-        return to_device(layout.positions(self._context.rank), device)
+        return to_device(layout.positions(self._context.rank if rank is None else rank), device)
 
 
 def within_documents(positions: Tensor, bounds: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
-from megatron_burst.plans.visibility.layout import Layout, zigzag
+from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
+from megatron_burst.plugin.attention.contexts import Contexts
 from megatron_burst.plugin.attention.core_attention import (
     BurstCoreAttention,
     window_of,
@@ -36,8 +37,9 @@ from megatron_burst.plugin.refusals import layer_pattern, recurrent_layers
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 _EXCHANGES_KEPT = 16  # stages of a pipeline have several micro-batches under way
 
-# Bounds of documents, and the layouts in which their tokens come and in which attention runs.
-type _Where = tuple[tuple[int, ...], Layout | None, Layout | None]
+# Over whom a micro-batch runs, the bounds of its documents, and the layouts in which their tokens
+# come and in which attention runs.
+type _Where = tuple[BurstContext, tuple[int, ...], Layout | None, Layout | None]
 
 
 class SequenceHooks:
@@ -80,7 +82,9 @@ class SequenceHooks:
             config, window = model.config, _window_of_all(model.config)
             queries_a_key = config.num_attention_heads // config.num_query_groups
             layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
-            stage = _StageHooks(model, layout, self._cut, documents_apart=self._apart)
+            stage = _StageHooks(
+                *(model, layout, self._cut, self._shared.contexts), documents_apart=self._apart
+            )
             pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(config)
             if found := recurrent_layers(pattern):
                 stage.let_layers_differ(found, self._shared)
@@ -146,20 +150,14 @@ class _StageHooks:
         model: LanguageModel,
         layouts: Layouts,
         cut: BatchCut | None = None,
+        contexts: Contexts | None = None,
         *,
         documents_apart: bool = False,
     ) -> None:
         config, context = model.config, layouts.context
-        self._cut, self._context = cut, context
-        tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self._read = functools.partial(
-            read_documents,
-            group=context.group,
-            ranks_of_a_sequence=context.ranks * tensor_ranks,
-            apart=documents_apart,
-            layout_of=layouts.of,
-            moves=context.config.layout is LayoutName.CONTIGUOUS,
-        )
+        self._cut, self._context, self._layouts = cut, context, layouts
+        self._contexts, self._apart = contexts, documents_apart
+        self._tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._refused = ""
         self._layer_moves: LayerMoves | None = None
         self._model: LanguageModel = model
@@ -186,7 +184,7 @@ class _StageHooks:
         if bounds is None:
             return self._context.layout(tokens)
         said = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_q_padded=padded)
-        documents = self._read(said)
+        documents = self._read(said, self._context)
         return None if documents.brought else documents.layout or self._context.layout(tokens)
 
     def before(
@@ -195,16 +193,17 @@ class _StageHooks:
         """Change the arguments of the model's forward."""
         given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
+        context = self._context_of(packed)
         if packed is not None:
             if self._refused:
                 raise ValueError(self._refused)
-            given["packed_seq_params"] = self._read(packed)
+            given["packed_seq_params"] = self._read(packed, context)
             _flatten_input(model.decoder)
         if self._layer_moves is not None and (mask := given.get("padding_mask")) is not None:
             layout = getattr(given.get("packed_seq_params"), "layout", None)
             self._layer_moves.check(mask.shape[1] * self._context.ranks, layout)
         tensors = _per_token(given)
-        if tensors and self._context.group is not None:
+        if tensors and context.group is not None:
             exchange = self._exchange_of(tensors, given)
             if exchange.is_needed and given.get("decoder_input") is not None:
                 raise ValueError(
@@ -222,7 +221,7 @@ class _StageHooks:
         """Change the output of the model's forward."""
         if not model.post_process:
             return _unflatten_output(output, kwargs.get("packed_seq_params") or PackedDocuments())
-        if self._context.group is None:
+        if self._context_of(kwargs.get("packed_seq_params")).group is None:
             return output
         tensors = _per_token(kwargs) or {"output": output}
         exchange, rows = self._exchange_of(tensors, kwargs), next(iter(tensors.values())).shape[:2]
@@ -237,18 +236,46 @@ class _StageHooks:
         """Return the moves of the micro-batch of these tensors [batch, rows, ...]."""
         documents = given.get("packed_seq_params") or PackedDocuments()
         cut = None if self._cut is None else self._cut.layout_of(tensors.values())
-        where = documents.bounds, cut or documents.brought, documents.layout
+        context = self._context_of(given.get("packed_seq_params"))
+        where = context, documents.bounds, cut or documents.brought, documents.layout
         x = next(iter(tensors.values()))
-        return self._exchange(x.shape[1] * self._context.ranks, where, x.device)
+        return self._exchange(x.shape[1] * context.ranks, where, x.device)
 
     def _make_exchange(self, tokens: int, where: _Where, device: torch.device) -> RowExchange:
-        bounds, brought, layout = where
+        context, bounds, brought, layout = where
         if bounds and bounds[-1] != tokens:
             raise ValueError(f"the documents end at {bounds[-1]}, the sequence has {tokens} tokens")
-        group, ranks = self._context.group, self._context.ranks
-        assert group is not None
-        callers, ours = brought or zigzag(tokens, ranks), layout or self._context.layout(tokens)
-        return RowExchange(group, callers, ours, bounds or (0, tokens), device)
+        assert context.group is not None
+        callers, ours = brought or zigzag(tokens, context.ranks), layout or context.layout(tokens)
+        return RowExchange(context.group, callers, ours, bounds or (0, tokens), device)
+
+    def _context_of(self, packed: Any) -> BurstContext:
+        """Return the context over whose ranks a micro-batch runs."""
+        if self._contexts is None:
+            return self._context
+        return self._contexts.of_micro_batch(packed, self._context)
+
+    def _read(self, packed: PackedSeqParams, context: BurstContext) -> PackedDocuments:
+        is_own = context is self._context
+        if not is_own and self._model.config.mtp_num_layers:
+            raise ValueError(
+                "packed_seq_params brings another cp_group than the model's, over whose tokens MTP "
+                "takes its losses: drop --mtp-num-layers"
+            )
+        documents = read_documents(
+            packed,
+            context.group,
+            context.ranks * self._tensor_ranks,
+            apart=self._apart,
+            layout_of=(self._layouts if is_own else self._layouts.beside(context)).of,
+            moves=context.config.layout is LayoutName.CONTIGUOUS,
+        )
+        if not is_own:
+            tokens = documents.bounds[-1]
+            usual = context.layout(tokens) if context.ranks > 1 else contiguous(tokens, 1)
+            documents.layout, documents.rank = documents.layout or usual, context.rank
+            documents.cp_group, documents.local_cp_size = packed.cp_group, packed.local_cp_size
+        return documents
 
 
 def _per_token(given: dict[str, Any]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import copy
 import logging
 from typing import Any
 
-from megatron_burst.plugin.attention.documents import PackedDocuments
+from megatron_burst.plugin.attention.documents import PackedDocuments, ranks_of
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.scans.bytes_sent import ScanShape
 from megatron_burst.plugin.scans.shards import Shard, shard_of
@@ -48,6 +48,13 @@ class OverRanks:
             ValueError: ours is needed, and cannot be.
         """
         group = self.pg_collection.cp
+        theirs, size = (getattr(packed, name, None) for name in ("cp_group", "local_cp_size"))
+        is_other = theirs is not None and ranks_of(theirs) != ranks_of(group)
+        if is_other or size not in (None, group.size()):
+            raise ValueError(
+                f"layer {self.layer_number} carries a state over the ranks of the model's own "
+                "group, and packed_seq_params brings another cp_group: drop it"
+            )
         if isinstance(packed, PackedDocuments) and packed.bounds:
             bounds: tuple[int, ...] | None = packed.bounds
             fault = group.size() > 1 and not self._passes

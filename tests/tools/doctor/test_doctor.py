@@ -87,11 +87,16 @@ def test_a_model_that_a_checkpoint_describes(
         ("--context-parallel-size 3", "validation", "2 x 3 ranks = 6, got 128"),
         ("--tensor-model-parallel-size 3", "validation", "world size (16) is not divisible"),
         pytest.param(*("--hidden-size 66", "validation", "hidden"), marks=pytest.mark.slow),
-        ("--window-size 4,4 --qk-clip", "validation", "window_size = (4, 4)"),
+        ("--window-size 4,4", "validation", "window_size = (4, 4)"),
         ("--yaml-cfg=x.yaml", "validation", "the doctor does not read --yaml-cfg"),
         ("--hybrid-layer-pattern *-/D-", "validation", "D in the pattern *-/D-: DeepSeek"),
         pytest.param(
-            *("--save-interval 3 --qk-clip", "validation", "qk_clip = True"), marks=pytest.mark.slow
+            *(
+                "--save-interval 3 --log-max-attention-logit",
+                "validation",
+                "log_max_attention_logit",
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
 )

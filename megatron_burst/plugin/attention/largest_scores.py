@@ -1,0 +1,106 @@
+"""The largest score of a head over all ranks, as --qk-clip wants it: exact where it clips.
+
+No kernel returns it. But a row's log-sum-exp (LSE) is above each of its scores, by at most the
+logarithm of how many keys it sees. So a head whose LSEs are all within the threshold is not to be
+clipped, whatever its largest score is; and where some are above it, one of those rows alone can
+have a score above it. They go to the ranks that hold their keys, and are multiplied once more.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_burst.attention.context import BurstContext
+from megatron_burst.plans.visibility.layout import Layout
+from megatron_burst.plans.visibility.mask import Mask
+
+_PAIRS_AT_ONCE = 2**22  # of rows and keys
+
+
+@torch.no_grad()
+def largest_scores(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    context: BurstContext,
+    mask: Mask,
+    layout: Layout,
+    scale: float,
+    threshold: float,
+) -> Tensor:
+    """Return float32 [heads]: what is above the threshold is the largest score of a head.
+
+    What is not is some number between its largest score and the threshold. The maximum over the
+    ranks is right: a rank has the scores of its own keys. A collective call, which the host waits
+    for.
+
+    Args:
+        q: [batch, rows, heads, d] of this rank.
+        k: [batch, rows, kv heads, d].
+        lse: [batch, heads, rows].
+        context: of the ranks.
+        mask: of the whole sequence.
+        layout: which positions the ranks hold.
+        scale: of the scores.
+        threshold: see above.
+    """
+    bounds = lse.amax((0, 2)).float()
+    if context.group is not None:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=context.group)
+    found = bounds.clamp(min=0)  # Megatron divides by it
+    if not bool((bounds > threshold).any()):
+        return found
+    positions = layout.positions(context.rank).to(q.device)
+    place = (lse > threshold).nonzero()  # of a row: batch, head, number
+    batch, head, row = place.unbind(1)
+    where = torch.stack([batch, head, positions[row]], 1)
+    rows, where = (_of_all_ranks(x, context) for x in (q[batch, row, head], where))
+    queries_a_key = q.shape[2] // k.shape[2]
+    for number in (bounds > threshold).nonzero()[:, 0].tolist():
+        best, of_head = [found.new_zeros(())], where[:, 1] == number
+        for sample in where[of_head, 0].unique().tolist():
+            some = (of_head & (where[:, 0] == sample)).nonzero()[:, 0]
+            keys = k[sample, :, number // queries_a_key].float()
+            for part in some.split(max(1, _PAIRS_AT_ONCE // len(keys))):
+                scores = scale * rows[part].float() @ keys.T
+                seen = _sees(mask, where[part, 2], positions, layout.tokens)
+                best.append(scores.masked_fill(~seen, 0.0).amax())
+        found[number] = torch.stack(best).amax()
+    return found
+
+
+def _of_all_ranks(x: Tensor, context: BurstContext) -> Tensor:
+    """Return the rows of all ranks, and zeros, whose scores are no largest ones."""
+    if context.group is None:
+        return x
+    most = torch.tensor(len(x), device=x.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=context.group)
+    padded = F.pad(x, (0, 0, 0, int(most) - len(x)))
+    parts = [torch.empty_like(padded) for _ in range(context.ranks)]
+    dist.all_gather(parts, padded, group=context.group)
+    return torch.cat(parts)
+
+
+def _sees(mask: Mask, query: Tensor, key: Tensor, tokens: int) -> Tensor:
+    """Return for positions [Q] and [K] whether one sees the other: bool [Q, K]."""
+    seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+    for part in _parts(mask, query[:, None], key, tokens):
+        seen &= part
+    return seen
+
+
+def _parts(mask: Mask, query: Tensor, key: Tensor, tokens: int) -> Iterator[Tensor]:
+    if mask.is_causal:
+        yield key <= query
+    if mask.window is not None:
+        yield query - key <= mask.window
+    if mask.documents is not None:  # rows of padding have no LSE above anything
+        starts = torch.tensor(mask.documents, device=key.device)
+        numbers = [torch.searchsorted(starts, x, right=True) for x in (query, key)]
+        yield numbers[0] == numbers[1]
+    if mask.block_table is not None:
+        table, size = torch.from_numpy(mask.blocks.copy()).to(key.device), tokens // mask.side
+        yield table[query // size, key // size]
