@@ -1,8 +1,8 @@
 """Stands in for CUDA's streams and finds what nothing orders, without a device.
 
-Tensors are fake ones. What torch does with them is noted on the current stream; streams and events
-say what comes before what, by vector clocks. An AssertionError says which operation may run too
-early, or whose memory may be given away too early.
+Tensors are fake ones, or the CPU's. What torch does with them is noted on the current stream;
+streams and events say what comes before what, by vector clocks. An AssertionError says which
+operation may run too early, or whose memory may be given away too early.
 """
 
 import contextlib
@@ -33,11 +33,29 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.clock |= other.clock
 
-    def wait_event(self, event: Clock) -> None:
-        self.clock |= event
+    def wait_event(self, event: "Event") -> None:
+        self.clock |= event.clock
 
-    def record_event(self) -> Clock:
-        return Counter(self.clock)
+    def record_event(self) -> "Event":
+        event = Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """A point in a queue of work."""
+
+    def __init__(self, **_: Any) -> None:
+        self.clock: Clock = Counter()
+
+    def record(self, stream: Stream) -> None:
+        self.clock = Counter(stream.clock)
+
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait, which orders no stream here, though it would."""
 
 
 @dataclass
@@ -68,10 +86,12 @@ class Streams(TorchDispatchMode):
         self._freed_early = False
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator["Streams"]:
-        """Replace torch's streams; tensors on "cuda" are fake."""
-        with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), self:
+    def recording(self, *, fakes: bool = True) -> Iterator["Streams"]:
+        """Replace torch's streams; tensors on "cuda" are fake, or with `fakes` off left alone."""
+        mode = FakeTensorMode() if fakes else contextlib.nullcontext()
+        with pytest.MonkeyPatch.context() as patch, mode, self:
             patch.setattr(torch.cuda, "Stream", self._make)
+            patch.setattr(torch.cuda, "Event", Event)
             patch.setattr(torch.cuda, "stream", self._switched)
             patch.setattr(torch.cuda, "current_stream", lambda _=None: self.current)
             patch.setattr(Tensor, "record_stream", lambda x, stream: self._record(x, stream))

@@ -223,6 +223,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     "torch.cuda:stream": replaced_by(AllIsDone),
     "torch.cuda:current_stream": replaced_by(AllIsDone),
     "torch.cuda:Event": replaced_by(AllIsDone),
+    # --overlap-moe-expert-parallel-comm tells CUDA's allocator which stream uses a tensor, too.
+    "torch:Tensor.record_stream": returns(None),
     # --log-memory-to-tensorboard indexes the statistics, which torch leaves empty here.
     "torch.cuda:memory_stats": returns(defaultdict(int)),
     # --log-device-memory-used asks the GPU's driver; the host's answer is resident memory.

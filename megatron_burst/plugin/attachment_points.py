@@ -40,6 +40,9 @@ WRAPPED: Mapping[str, str] = {
     f"{_CORE}.models.gpt.gpt_model:GPTModel.forward": (
         "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"
     ),
+    f"{_CORE}.models.gpt.gpt_model:GPTModel.build_schedule_plan": (
+        "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"
+    ),
     f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__": "config hybrid_stack_spec",
     f"{_CORE}.models.hybrid.hybrid_model:HybridModel.forward": (
         "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"

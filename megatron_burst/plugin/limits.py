@@ -65,9 +65,6 @@ LIMITS = with_remedies(
         "a ring cannot be captured in a CUDA graph: drop --cuda-graph-impl full_iteration, or take "
         "transformer_engine or local with --cuda-graph-modules that hold no attention"
     ),
-    overlap_moe_expert_parallel_comm=(
-        "its schedule splits layers in a way that was not shown to be right"
-    ),
     batch_invariant_mode="Megatron does not run it with context parallelism",
     use_kitchen_attention="it is another core attention: leave use_kitchen_attention off",
     attention_backend=(
@@ -129,7 +126,6 @@ LM_HEAD_LIMITS = with_remedies(
         "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)"
     ),
     cross_entropy_loss_fusion="it chooses among Megatron's own losses",
-    overlap_moe_expert_parallel_comm="its schedule plan calls the output layer by itself",
     defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
     cuda_graph_impl=(
         "it was not shown to be right in a graph of a whole iteration: drop --cuda-graph-impl "
@@ -151,7 +147,6 @@ MLP_LIMITS = with_remedies(
     delay_wgrad_compute="gradients of weights come behind the chunks that sum them",
     tp_comm_overlap="its buffers are made for all tokens of a rank",
     use_transformer_engine_op_fuser="that MLP has no forward that takes part of the tokens",
-    overlap_moe_expert_parallel_comm="its schedule runs the parts of a layer by itself",
     cuda_graph_impl="chunks were not shown to be right in a graph",
     moe_shared_expert_overlap="shared experts run in parts there, which chunks would not see",
     mlp_chunks_for_training=(

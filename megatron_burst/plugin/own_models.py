@@ -13,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
 from megatron_burst.plugin.attention.shared_state import SharedState
+from megatron_burst.plugin.calls import before_calls
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
 from megatron_burst.plugin.models import NAMES, LanguageModel
 
@@ -109,7 +110,7 @@ def documents_must_come(models: list[Any]) -> list[Any]:
     """
 
     def check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not model.training:
+        if not model.training or model in seen:
             return
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         if given.get("packed_seq_params") is None:
@@ -117,9 +118,11 @@ def documents_must_come(models: list[Any]) -> list[Any]:
                 "--dataloader-inter-document-masking: this script gives the model no documents "
                 "(packed_seq_params is None): take megatron_burst.pretrain, or drop the flag"
             )
-        handles.pop(model).remove()
+        seen.add(model)
 
-    handles = {m: m.register_forward_pre_hook(check, with_kwargs=True) for m in models}
+    seen: set[Any] = set()
+    for model in models:
+        before_calls(model, check)
     return models
 
 

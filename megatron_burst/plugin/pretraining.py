@@ -42,7 +42,6 @@ _NEEDS_UPSTREAM_SCRIPT = (
     "fim_data",
     "logits_load_dir",
     "hybrid_context_parallel",
-    "overlap_moe_expert_parallel_comm",
     "check_for_spiky_loss",
     "log_straggler",
     "inprocess_restart",
@@ -103,8 +102,13 @@ def hold_checkpoints(args: Namespace) -> None:
         sys.exit(f"megatron_burst: {error}")
 
 
-def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-    """Run the model on the next micro-batch; return its output and the function for its loss."""
+def forward_step(
+    data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Run the model on the next micro-batch; return its output and the function for its loss.
+
+    Under --overlap-moe-expert-parallel-comm Megatron asks for a plan instead, and runs its nodes.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     args = get_args()
@@ -114,7 +118,8 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
         args.micro_batch_size if model.training else args.eval_micro_batch_size,
     )
     timers("batch-generator").stop()
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

@@ -108,6 +108,11 @@ def layer_pattern(settings: Any) -> str | None:
     return "G" if variant == "gated_delta_net" else pattern
 
 
+def _runs_plans(settings: Any) -> bool:
+    """Whether Megatron trains by `build_schedule_plan` and not by a model's forward."""
+    return bool(getattr(settings, "overlap_moe_expert_parallel_comm", False))
+
+
 def recurrent_layers(pattern: str | None) -> str:
     """Name the layers of a hybrid layer pattern that carry a state from token to token, if any."""
     named = {"M": "M (Mamba)", "G": "G (gated delta net)"}
@@ -176,10 +181,12 @@ def _document_refusals(args: Any) -> Iterator[str]:
     ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
     balancing = args.moe_router_load_balancing_type
     by_sample = "seq_aux_loss" in (balancing if isinstance(balancing, list) else [balancing])
-    if args.num_experts and by_sample and args.micro_batch_size != 1 and ranks > 1:
+    where = f"over {ranks} ranks, which" if ranks > 1 else "in a schedule plan, which"
+    as_one = ranks > 1 or _runs_plans(args)
+    if args.num_experts and by_sample and args.micro_batch_size != 1 and as_one:
         yield (
-            f"{name} = True: the samples of a micro-batch are one sequence over {ranks} ranks, "
-            "which cannot tell them apart for seq_aux_loss: "
+            f"{name} = True: the samples of a micro-batch are one sequence {where} cannot tell "
+            "them apart for seq_aux_loss: "
             f"pass --micro-batch-size 1 instead of {args.micro_batch_size}"
         )
 
@@ -204,12 +211,18 @@ def cannot_follow(args: Any, why: str) -> Iterator[str]:
 
 
 def _mtp_refusals(args: Any) -> Iterator[str]:
-    """Megatron moves hidden states from rank to rank without their gradients."""
+    """What Megatron leaves out beside multi-token prediction: layers, documents, gradients."""
     variant = getattr(args, "experimental_attention_variant", None)
     if variant and getattr(args, "mtp_num_layers", None):
         yield (
             f"mtp_num_layers = {args.mtp_num_layers}: a GPTModel of Megatron's has no MTP beside "
             f"{variant}: take --hybrid-layer-pattern, or drop --mtp-num-layers"
+        )
+    name = documents_flag(args)
+    if name and _runs_plans(args) and getattr(args, "mtp_num_layers", None):
+        yield (
+            f"{name} = True, mtp_num_layers = {args.mtp_num_layers}: Megatron's schedule plans "
+            "have no MTP beside documents: drop --overlap-moe-expert-parallel-comm, or one of them"
         )
     ranks = getattr(args, "context_parallel_size", 1)
     mixes = getattr(args, "mtp_num_layers", None) and getattr(args, "mtp_hsm", False)  # of main

@@ -503,6 +503,9 @@ def test_samples_that_experts_could_not_tell_apart_are_refused(
         assert "over 2 ranks" in text and "pass --micro-batch-size 1 instead of 2" in text
         for passes in ("", "--context-parallel-size 2 --micro-batch-size 1"):
             configure(parse(parser, line + flag + passes))
+    planned = line + "--dataloader-inter-document-masking --overlap-moe-expert-parallel-comm "
+    assert "one sequence in a schedule plan, which cannot tell" in refusal(parser, planned)
+    configure(parse(parser, planned + "--micro-batch-size 1"))
 
 
 @pytest.mark.parametrize(
@@ -544,7 +547,6 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
     "fp8_multi_head_attention": {"fp8_multi_head_attention": True},
     "cuda_graph_impl": "--cuda-graph-impl full_iteration",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "batch_invariant_mode": "--batch-invariant-mode",
     "use_kitchen_attention": {"use_kitchen_attention": True},
     "attention_backend": "--attention-backend local",
@@ -559,7 +561,6 @@ LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "config_logger_dir": "--config-logger-dir here",
     "modelopt_enabled": {"modelopt_enabled": True},
     "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
     "cuda_graph_impl": "--cuda-graph-impl full_iteration",
     "batch_invariant_mode": "--batch-invariant-mode",

@@ -21,7 +21,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noq
 TIMER = SimpleNamespace(start=lambda: None, stop=lambda: None)
 
 
-def given_to_the_model(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -> dict[str, Any]:
+def given_to_the_model(
+    monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any], **options: bool
+) -> dict[str, Any]:
     """Run a step on a batch as the data loader and Megatron's flattening make it."""
     given: dict[str, Any] = {}
 
@@ -32,13 +34,17 @@ def given_to_the_model(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -
             given.update(options)
             return torch.zeros(1)
 
+        def build_schedule_plan(self, *args: Any, **options: Any) -> torch.Tensor:
+            assert self.training
+            return self.forward(*args, **options)
+
     keys = (*pretraining._BATCH_KEYS, *pretraining._DOCUMENT_KEYS)
     args = SimpleNamespace(micro_batch_size=2, seq_length=8)
     monkeypatch.setattr(pretraining, "get_args", lambda: args)
     monkeypatch.setattr(pretraining, "get_timers", lambda: lambda *_, **__: TIMER)
     monkeypatch.setattr(pretraining, "_next_batch", lambda *_: dict.fromkeys(keys) | batch)
     monkeypatch.setattr(pretraining, "update_seqlen_stats_from_cu_seqlens", lambda bounds: None)
-    pretraining.forward_step(iter(()), Model())
+    pretraining.forward_step(iter(()), Model(), **options)
     return given
 
 
@@ -51,6 +57,11 @@ def test_rotary_embeddings_of_megatrons_own_know_the_longest_document(
     length = RotaryEmbedding.get_rotary_seq_len(object(), None, None, None, None, packed)
     assert length == 8 and isinstance(length, int)
     assert packed.cu_seqlens_q.tolist() == [0, 5, 8, 16] and packed.tokens_per_sample == 8
+
+
+def test_a_plan_is_asked_for_with_what_a_forward_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_to_the_model(monkeypatch, {})
+    assert given and given_to_the_model(monkeypatch, {}, return_schedule_plan=True) == given
 
 
 def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,6 +250,7 @@ NEMOTRON = SimpleNamespace(
     multi_latent_attention=False,
     position_embedding_type="none",
     cp_comm_type=["burst"],
+    overlap_moe_expert_parallel_comm=False,
 )
 
 
@@ -281,6 +282,7 @@ def test_auto_passes_states_where_that_sends_fewer_bytes() -> None:
         {"context_parallel_size": 1},
         {"hybrid_layer_pattern": "*-*-"},
         {"cuda_graph_impl": "transformer_engine"},
+        {"overlap_moe_expert_parallel_comm": True},
         {"cp_comm_type": ["burst", "p2p"]},
         {"position_embedding_type": "mrope"},
     ],

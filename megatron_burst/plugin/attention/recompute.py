@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.plugin.calls import before_calls
 from megatron_burst.plugin.models import LanguageModel
 from megatron_burst.transport.host import HostMemory
 
@@ -125,13 +126,16 @@ class RecomputeHooks:
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the layers of all pipeline stages among `models` and return them."""
         for model in models:
-            for part in (model, getattr(model, "mtp", None)):  # whose layers keep nothing
-                if part is not None:
-                    part.register_forward_pre_hook(lambda *_: self._checkpoints.begin_forward())
+            before_calls(model, self._begin)
+            if (mtp := getattr(model, "mtp", None)) is not None:  # whose layers keep nothing
+                mtp.register_forward_pre_hook(self._begin)
             for layer in model.decoder.layers if isinstance(model, LanguageModel) else ():
                 layer.register_forward_pre_hook(self._enter, with_kwargs=True)
                 layer.register_forward_hook(self._leave)
         return models
+
+    def _begin(self, *_: Any) -> None:
+        self._checkpoints.begin_forward()
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._checkpoints.enter_layer(args[0] if args else kwargs["hidden_states"])

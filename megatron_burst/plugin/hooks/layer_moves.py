@@ -35,7 +35,8 @@ class LayerMoves:
         scans: makes the layout of layers with a state, of the tokens and the number of ranks.
 
     Raises:
-        ValueError: sequence parallelism whose ranks are in another order.
+        ValueError: sequence parallelism whose ranks are in another order, or a training that runs
+            no forward of layers.
     """
 
     def __init__(
@@ -43,6 +44,11 @@ class LayerMoves:
     ) -> None:
         self._context, self._scans = context, scans
         config, groups = model.config, model.pg_collection
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            raise ValueError(
+                "rows move between layers of two layouts in the forward of a layer, which "
+                "Megatron's schedule plans do not call: drop --overlap-moe-expert-parallel-comm"
+            )
         self._spread = config.tensor_model_parallel_size if config.sequence_parallel else 1
         assert context.group is not None
         self._group: dist.ProcessGroup = groups.tp_cp if self._spread > 1 else context.group

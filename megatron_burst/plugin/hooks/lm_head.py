@@ -20,6 +20,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, within
 from megatron_burst.loss.function import apply
 from megatron_burst.loss.kept import Keeper
+from megatron_burst.plugin.calls import after_calls, before_calls
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, is_sharded, weight_sum
 from megatron_burst.plugin.limits import LM_HEAD_LIMITS
@@ -194,8 +195,8 @@ class ChunkedLoss:
             # On the last of several stages Megatron does not say that the embedding needs its own.
             model.shared_embedding_or_output_weight().zero_out_wgrad = True
         self._layer.forward, model.compute_language_model_loss = self.hand_on, self.losses
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, always_call=True)
+        before_calls(model, self._before)
+        after_calls(model, self._after, always_call=True)
         if is_first_of_its_stage():  # not the first rank of the job where there are stages
             logger.setLevel(logging.INFO)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.attention.documents import PackedDocuments
+from megatron_burst.plugin.calls import after_calls, before_calls
 from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
 
@@ -69,7 +70,7 @@ class Rolls:
     def __init__(self, model: Any) -> None:
         self._exchange: RowExchange | None = None
         self._megatrons: Any = None
-        model.register_forward_hook(self._end, always_call=True)
+        after_calls(model, self._end, always_call=True)
 
     def begin(self, exchange: RowExchange) -> None:
         """Take the moves of the micro-batch; the end of the model's forward puts all back."""
@@ -109,7 +110,7 @@ class _HeadLosses:
         self._mask: Tensor | None = None
         self._heads: Iterator[tuple[Tensor | int, Tensor]] | None = None
         model.compute_language_model_loss = self.losses
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        before_calls(model, self._before)
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments

@@ -26,6 +26,7 @@ from megatron_burst.plugin.attention.core_attention import (
 from megatron_burst.plugin.attention.documents import PackedDocuments, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.attention.shared_state import SharedState
+from megatron_burst.plugin.calls import after_calls, before_calls
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
 from megatron_burst.plugin.hooks.layer_moves import LayerMoves
 from megatron_burst.plugin.hooks.mtp import Rolls
@@ -163,8 +164,8 @@ class _StageHooks:
         self._model: LanguageModel = model
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
-        model.register_forward_pre_hook(self.before, with_kwargs=True)
-        model.register_forward_hook(self.after, with_kwargs=True)
+        before_calls(model, self.before)
+        after_calls(model, self.after)
 
     def let_layers_differ(self, scans: str, shared: SharedState) -> None:
         """Move rows where layers change from attention's layout to that of scans, and back."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.attention.shared_state import SharedState
+from megatron_burst.plugin.calls import after_calls
 from megatron_burst.plugin.hooks.rotary import RotaryAtPositions, WholeSequence
 from megatron_burst.plugin.models import LanguageModel
 from megatron_burst.reference.verify import spread_of
@@ -47,11 +48,12 @@ class PositionHooks:
                 continue
             context = self._shared.contexts.of(model.config, model.pg_collection)
             if not self._ids_begin_anew:
-                _once(model, functools.partial(self._look_at_ids, context))
+                after_calls(model, _once(functools.partial(self._look_at_ids, context)))
             for module in model.modules():
                 known = isinstance(module, RotaryEmbedding | RotaryAtPositions)
                 if known and not isinstance(module, MultimodalRotaryEmbedding):
-                    _once(module, functools.partial(self._look_at_angles, context))
+                    look = _once(functools.partial(self._look_at_angles, context))
+                    module.register_forward_hook(look, with_kwargs=True)
         return models
 
     def _look_at_ids(
@@ -103,12 +105,12 @@ def _within(positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return positions - begin[torch.searchsorted(begin, positions, right=True) - 1]
 
 
-def _once(module: torch.nn.Module, look: Callable[[Any, Any, Any, Any], None]) -> None:
-    """Call `look` after the first forward of a module in training."""
+def _once(look: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
+    """Return a hook that calls `look` after the first forward of a module in training."""
+    looks = [look]
 
     def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if module.training:
-            handle.remove()
-            look(module, args, kwargs, output)
+        if module.training and looks:
+            looks.pop()(module, args, kwargs, output)
 
-    handle = module.register_forward_hook(hook, with_kwargs=True)
+    return hook

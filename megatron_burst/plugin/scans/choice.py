@@ -51,7 +51,8 @@ def sent_by_args(args: Any, kinds: str) -> Sent:
 
 
 def _cannot_move(args: Any) -> bool:
-    """Whether hooks that let rows move cannot be in the model, or graphs would pass by them."""
+    """Whether hooks that let rows move cannot be in the model, or would be passed by."""
     graphs = getattr(args, "cuda_graph_impl", None) not in (None, "none")
+    passed_by = graphs or args.overlap_moe_expert_parallel_comm
     theirs = not set(MEGATRONS).isdisjoint(args.cp_comm_type or ())
-    return graphs or theirs or any(cannot_follow(args, "another layout"))
+    return passed_by or theirs or any(cannot_follow(args, "another layout"))
