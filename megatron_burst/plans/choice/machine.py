@@ -47,15 +47,12 @@ class Machine:
         return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
 
     def at_pace(self, pace: float) -> "Machine":
-        """Return it with computing and copies so many times as fast, and the same links."""
+        """Return it with kernels so many times as fast; memory is that of other processors."""
         return replace(
             self,
             forward_rate=pace * self.forward_rate,
             backward_rate=pace * self.backward_rate,
             linear_rate=pace * self.linear_rate,
-            memory_rate=pace * self.memory_rate,
-            copy_rate=pace * self.copy_rate,
-            step_seconds=self.step_seconds / pace,
         )
 
 
@@ -105,9 +102,10 @@ CPU = Machine(
     contention=0.0,
     copy_rate=0.34e9,
     step_seconds=2e-3,
-    ring_slowness=1.2,
+    ring_slowness=1.12,
 )
 """A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv, where
-rings, beside Ulysses, take 8 to 30 % longer than by the clock: cores and gloo hide less."""
+rings, beside Ulysses, take longer than by the clock, on an Intel Xeon 8 to 30 %, on an AMD EPYC
+less: cores and gloo hide less. 12 % chooses best on both, scripts/bench/results/cpu_chosen.md."""
 CPU_KERNEL_RATE = 31e9
 """FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""
