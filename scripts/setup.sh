@@ -6,7 +6,7 @@ usage() {
     cat <<'END_OF_TEXT'
 Usage: scripts/setup.sh [--help]
 
-Makes a virtual environment and installs megatron-burst into it, editable, with the extras train, plot
+Makes a virtual environment and installs megatron-burst into it, editable, with the extras train
 and test at the versions of scripts/constraints.txt, by uv where it is there, else by pip. Again, it
 installs only what changed. The torch (2.9 or newer) of a container's Python is kept and used.
 

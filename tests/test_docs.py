@@ -1,6 +1,7 @@
 """What the pages say about commands, errors, files and code is so. (fast tier)"""
 
 import ast
+import csv
 import os
 import re
 import runpy
@@ -80,6 +81,14 @@ def test_the_readmes_figures_are_those_of_the_pages() -> None:
     for said, row in ((theirs, first), (ours, best)):
         assert said == f"{float(row[7]) - 1e-9:.0f}, {row[9]}", "GiB of a GPU, tokens"
     assert f"{float(best[9].split()[0]):.1f} M tokens fit" in README
+    with (ROOT / "scripts/bench/results/cpu_many_nodes.csv").open(newline="") as file:
+        measured = [row for row in csv.DictReader(file) if row["algorithm"] == "burst auto"]
+    of_heads = dict[str, list[float]]()
+    for row in measured:
+        if (row["phase"], row["ranks_per_node"]) == ("step", "1") and row["mbit"] != "inf":
+            of_heads.setdefault(row["kv_heads"], []).append(float(row["ratio"]))
+    ranges = (f"{min(of_heads[heads]):.2f} to {max(of_heads[heads]):.2f}" for heads in "82")
+    assert f"[{'; '.join(ranges)}](scripts/bench" in README
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/design"])

@@ -33,7 +33,8 @@ def machine_here(between: float | None = None, sysfs: Path = SYSFS) -> Machine:
     were found to be slow, `between` bytes/s, they are those of this CPU.
     """
     if between and between < _SLOW:
-        return replace(CPU.at_pace(_pace()), nic_rate=between)
+        # Copies come while the other ranks of the core wait for messages.
+        return replace(CPU.at_pace(_pace(), of_memory=1.0), nic_rate=between)
     machine, gpus = H100, 1
     if torch.cuda.is_available():
         name, gpus = torch.cuda.get_device_name(), torch.cuda.device_count()

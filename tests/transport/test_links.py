@@ -39,6 +39,6 @@ def test_cpus_with_slow_links_between_nodes_choose_for_what_they_are(workers: Wo
     assert found[0][0] is not None and 1e6 < found[0][0] < 1e12
     assert all(of_one is None for _, of_one, _ in found)
     pace = 4 / 16 * 4 * 512**2 * 8 * 64 / links.CPU_KERNEL_RATE
-    expected = replace(CPU.at_pace(pace), nic_rate=25e6)
+    expected = replace(CPU.at_pace(pace, of_memory=1.0), nic_rate=25e6)
     assert {machine for *_, machine in found} == {expected}
     assert expected.forward_rate == pytest.approx(CPU.forward_rate * pace)

@@ -20,7 +20,7 @@ from megatron_burst.plans.visibility.mask import Mask
 
 _WORTH = 0.99  # of the time of a larger degree; less is not worth the search
 _HELD = 3  # tensors of the size of q that a forward holds beside those of rings alone
-_RANKS = 256  # of a ring that is timed; one of more takes longer by as much
+_RANKS = 128  # of a ring that is timed; one of more takes longer by as much
 _OF_RINGS = "backward", "topology"  # of no effect without
 
 

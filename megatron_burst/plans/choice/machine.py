@@ -46,13 +46,17 @@ class Machine:
         least = self.head_grain
         return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
 
-    def at_pace(self, pace: float) -> "Machine":
-        """Return it with kernels so many times as fast; memory is that of other processors."""
+    def at_pace(self, pace: float, of_memory: float | None = None) -> "Machine":
+        """Return it with kernels so many times as fast, and copies as much if it is not given."""
+        copies = of_memory or pace
         return replace(
             self,
             forward_rate=pace * self.forward_rate,
             backward_rate=pace * self.backward_rate,
             linear_rate=pace * self.linear_rate,
+            memory_rate=copies * self.memory_rate,
+            copy_rate=copies * self.copy_rate,
+            step_seconds=self.step_seconds / copies,
         )
 
 
