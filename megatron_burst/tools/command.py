@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from megatron_burst.tools import terminal
+from megatron_burst.tools import options, terminal
 
 NAME = "megatron-burst"
 _DISTRIBUTIONS = {"megatron": "'megatron-core==0.19.*'"}  # where it is not named like the package
@@ -21,6 +21,8 @@ VERBS = {
     "corpus": ("corpus", "make a corpus for a first training, of text as bytes"),
     "trace": ("trace", "how much communication a traced run hides behind computation"),
 }
+# Verbs whose words a module of `arguments` reads before theirs is imported.
+_LOAD_TORCH = ("doctor", "plan", "verify", "gpu-check", "compare")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         module, _ = VERBS[verb]
+        if verb in _LOAD_TORCH:
+            _parse_before(verb, words[1:])
         return importlib.import_module(f"megatron_burst.tools.{module}").main(words[1:])
     except ModuleNotFoundError as error:
         if (package := str(error.name).partition(".")[0]) == "megatron_burst":
@@ -51,6 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 1
+
+
+def _parse_before(verb: str, words: list[str]) -> None:
+    """Exit where help is asked for or a word is wrong: to load torch takes a second or two."""
+    module = importlib.import_module(f"megatron_burst.tools.arguments.{verb.replace('-', '_')}")
+    module.parser().parse_args(options.split_at_dashes(words)[0])
 
 
 def _help() -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_burst.tools import terminal
 from megatron_burst.tools.options import Parser
-from megatron_burst.transport.profiling import PREFIX
+from megatron_burst.transport.range_names import PREFIX
 
 ATTENTION = "attention"
 """The pass of the rows that sum up all others."""

@@ -1,14 +1,10 @@
-"""Check attention over the ranks of this job against the unsharded reference, on this machine.
-
-It needs neither Megatron nor data. Every rank draws its own tokens. The exit status is 1 if
-anything differs or cannot run, and on one rank, where nothing is spread.
-"""
+"""`megatron-burst verify`: attention over the ranks of this job beside the reference."""
 
 import argparse
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -18,8 +14,7 @@ from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.config import Algorithm, Backward, BurstConfig, GradDtype, LayoutName, Topology
-from megatron_burst.kernels import KERNELS
+from megatron_burst.config import Algorithm, Backward, BurstConfig
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.reference.dense import Visibility
 from megatron_burst.reference.verify import (
@@ -28,18 +23,11 @@ from megatron_burst.reference.verify import (
     table,
     worst,
 )
-from megatron_burst.tools import options
+from megatron_burst.tools.arguments.verify import parse
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_EXAMPLES = (
-    "torchrun --nproc-per-node 8 -m megatron_burst verify",
-    "torchrun --nproc-per-node 4 -m megatron_burst verify --dtype bfloat16 --mask window "
-    "--heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048",
-)
 _ONE_RANK = """the kernel is right, but on one rank nothing was spread and no ring was checked; \
 start several: torchrun --nproc-per-node 4 -m megatron_burst verify (on one GPU --backend gloo \
 --device cuda)"""
-MASKS = ("causal", "full", "window", "documents", "blocks")
 
 
 class Case(NamedTuple):
@@ -105,7 +93,7 @@ def check(
 
     def drawn(heads: int, size: int) -> Tensor:
         x = torch.randn(args.batch, args.tokens_per_rank, heads, size, generator=generator)
-        return x.to(device, DTYPES[case.dtype]).requires_grad_()
+        return x.to(device, getattr(torch, case.dtype)).requires_grad_()
 
     q, k = (drawn(heads, args.head_dim) for heads in (args.heads, args.kv_heads))
     v, dout = (drawn(heads, args.value_head_dim) for heads in (args.kv_heads, args.heads))
@@ -204,46 +192,3 @@ def _headline(args: argparse.Namespace, device: torch.device, ranks: int) -> str
         f"{args.head_dim} and {args.value_head_dim} numbers.\n"
         "The largest error of any rank, and what is allowed there:"
     )
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = options.Parser("verify", __doc__, *_EXAMPLES)
-    add = parser.add_argument
-    for name, values, tried in (
-        ("--algorithm", list(Algorithm), ["burst"]),
-        ("--backward", list(Backward), ["kv", "query"]),
-        ("--mask", MASKS, ["causal", "window", "documents"]),
-        ("--dtype", list(DTYPES), ["float32", "bfloat16"]),
-    ):
-        text = f"which are tried (default: {' '.join(tried)})"
-        add(name, nargs="+", choices=[*map(str, values)], default=tried, help=text)
-    layouts = (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)
-    for name, choices, text in (
-        ("--topology", list(Topology), "the shape of the rings"),
-        ("--layout", layouts, "which tokens a rank holds"),
-        ("--grad-dtype", list(GradDtype), "of gradients while they are sent"),
-        ("--kernel", ("auto", *KERNELS), "of a tile"),
-        ("--backend", ("auto", "nccl", "gloo"), "auto is nccl with GPUs"),
-        ("--device", ("auto", "cuda", "cpu"), "auto is the CPU with gloo; cuda shares GPUs there"),
-    ):
-        first, *others = map(str, choices)
-        text = f"{text} (default: {first})"
-        add(name, choices=[first, *others], default=first, help=text)
-    for name, default, text in (
-        ("--head-parallel-size", 1, "ranks over which the heads are spread (default: 1)"),
-        ("--gpus-per-node", None, "as if so many shared a node (default: where they are)"),
-        ("--heads", 8, "query heads of a rank, after tensor parallelism (default: 8)"),
-        ("--kv-heads", None, "kv heads of a rank (default: as many as --heads)"),
-        ("--head-dim", 64, "of Q and K (default: 64)"),
-        ("--value-head-dim", None, "of V (default: that of --head-dim)"),
-        ("--batch", 1, "sequences (default: 1)"),
-    ):
-        add(name, type=options.positive, metavar="N", default=default, help=text)
-    text = "of a sequence, as 4096 or 4k (default: 256)"
-    add("--tokens-per-rank", type=options.tokens, metavar="N", default=256, help=text)
-    add("--sink", action="store_true", help="with a sink in every head")
-    args = parser.parse_args(words)
-    args.kv_heads = args.kv_heads or args.heads
-    args.value_head_dim = args.value_head_dim or args.head_dim
-    return args

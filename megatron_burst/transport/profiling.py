@@ -4,7 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 
-PREFIX = "burst: "
+from megatron_burst.transport.range_names import PREFIX
+
 _OFF = nullcontext()
 
 

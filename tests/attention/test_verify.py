@@ -32,6 +32,7 @@ from megatron_burst.reference.dense import (
 )
 from megatron_burst.reference.verify import Finding, compare, table, worst
 from megatron_burst.tools import verify as tool
+from megatron_burst.tools.arguments.verify import MASKS, parse
 from megatron_burst.tools.command import main
 from megatron_burst.transport.comm import Transfers
 from tests import oracle
@@ -189,11 +190,11 @@ SHAPE = (
 
 
 def case(dtype: str = "float32", mask: str = "causal", **config: Any) -> tool.Case:
-    return tool.Case(BurstConfig(**config), mask, dtype, tool.parse(SHAPE.split()))
+    return tool.Case(BurstConfig(**config), mask, dtype, parse(SHAPE.split()))
 
 
 CLEAN = [
-    *(case(dtype, mask) for dtype in ("float32", "bfloat16") for mask in tool.MASKS),
+    *(case(dtype, mask) for dtype in ("float32", "bfloat16") for mask in MASKS),
     case("float16"),
     case("bfloat16", backward="query"),
     case("bfloat16", algorithm="ring", grad_dtype="model"),
@@ -282,7 +283,7 @@ def test_a_lost_gradient_of_the_query_ring_is_found(workers: WorkerPool) -> None
 
 
 @pytest.mark.parametrize("tokens", [15, 16])  # an odd number of tokens is one block
-@pytest.mark.parametrize("name", tool.MASKS)
+@pytest.mark.parametrize("name", MASKS)
 def test_the_reference_is_told_of_the_same_mask(name: str, tokens: int) -> None:
     mask, visibility = tool.masks(name, tokens)
     table = torch.tensor(mask.blocks) if mask.block_table else None

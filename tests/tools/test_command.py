@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_burst.kernels import KERNELS
 from megatron_burst.tools import command, options
+from megatron_burst.tools.arguments import verify
 from megatron_burst.tools.command import VERBS, main
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +61,47 @@ def verb_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(argv: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(main=fail))
+    monkeypatch.setattr(
+        command.importlib,
+        "import_module",
+        lambda _: SimpleNamespace(parser=argparse.ArgumentParser, main=fail),
+    )
+
+
+HELP_OF_ALL = """
+import sys
+sys.modules["torch"] = None
+from megatron_burst.tools.command import VERBS, main
+for verb in VERBS:
+    try:
+        print(f"# {verb}", flush=True)
+        status = main([verb, "--help"])
+    except SystemExit as end:
+        status = end.code
+    assert status == 0, verb
+try:
+    main(["plan", "--gpus", "0"])
+except SystemExit as end:
+    assert end.code == 2
+"""
+
+
+def test_help_and_what_is_refused_need_no_torch() -> None:
+    """Torch takes a second or two to load, which nobody waits for to read of a flag."""
+    ran = subprocess.run(
+        [sys.executable, "-c", HELP_OF_ALL],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stdout[-500:] + ran.stderr
+    assert all(f"usage: megatron-burst {verb}" in ran.stdout for verb in VERBS)
+    assert "plan: error: argument --gpus: 0 is not positive" in ran.stderr
+
+
+def test_the_kernels_that_verify_offers_are_all() -> None:
+    assert tuple(KERNELS) == verify.KERNELS
 
 
 def test_a_missing_package_is_named_with_what_to_install(

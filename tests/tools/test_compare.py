@@ -20,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools import command as tool
 from megatron_burst.tools import pages
+from megatron_burst.tools.arguments.compare import parser
 from megatron_burst.tools.compare import command as compare
 from megatron_burst.tools.compare import running
 from megatron_burst.tools.compare.results import Result, differences, measure
@@ -451,6 +452,6 @@ def test_a_tolerance_that_is_given_counts_and_0_asks_for_equal_losses(
     options: str, flags: str, expected: float, tmp_path: Path
 ) -> None:
     words = f"--ranks 2 --output {tmp_path} {options} -- --num-attention-heads 4 {flags}"
-    args = compare._parser().parse_args(words.split())
+    args = parser().parse_args(words.split())
     compare._fill(args)
     assert args.tolerance == expected

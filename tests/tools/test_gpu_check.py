@@ -27,6 +27,7 @@ from megatron_burst.kernels import KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.schedules.plan import Send
+from megatron_burst.tools.arguments.gpu_check import STAGES
 from megatron_burst.tools.gpu_check import (
     command,
     kernels,
@@ -38,7 +39,6 @@ from megatron_burst.tools.gpu_check import (
     tiles,
     training,
 )
-from megatron_burst.tools.gpu_check.command import STAGES
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
 from megatron_burst.tools.gpu_check.report import Report, Result
 from megatron_burst.tools.gpu_check.stage import Check, Device, at_least, at_most

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_burst.tools.arguments.plan import parser
 from megatron_burst.tools.command import main
 from megatron_burst.tools.plan import answer, pasted
-from megatron_burst.tools.plan.command import _parser
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.pasted import Pasted, as_it_stands
 
@@ -28,7 +28,7 @@ WHOLE = f"{TORCHRUN} {SCRIPT} {MODEL} --cp-comm-type p2p"
 
 
 def read(command: str, own: str = "--cluster h100") -> Pasted:
-    return pasted.read(command.split(), _parser().parse_args(own.split()), CONFIGS)
+    return pasted.read(command.split(), parser().parse_args(own.split()), CONFIGS)
 
 
 @pytest.mark.parametrize(

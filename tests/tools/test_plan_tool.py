@@ -10,6 +10,7 @@ import pytest
 from megatron_burst.config import BurstConfig
 from megatron_burst.plans.choice.degree import degrees
 from megatron_burst.plans.choice.timing import sum_bytes
+from megatron_burst.tools.arguments.plan import parser
 from megatron_burst.tools.command import main
 from megatron_burst.tools.flags import Flags, parsed, whole
 from megatron_burst.tools.model import model_of
@@ -384,7 +385,7 @@ def test_what_cannot_be_ranked_is_said(
 
 def asked(text: str) -> dict[str, Any]:
     own, rest = split_at_dashes(text.split())
-    return command._asked(CONFIGS, command._parser().parse_args(own), parsed(rest or []))[0]
+    return command._asked(CONFIGS, parser().parse_args(own), parsed(rest or []))[0]
 
 
 def test_what_a_run_says_can_be_taken_back() -> None:
@@ -417,7 +418,7 @@ def test_a_search_leaves_alone_what_is_taken_back() -> None:
 
 
 def test_examples_say_all_that_is_needed() -> None:
-    examples = [text for text in command._parser().examples if "--model" in text]
+    examples = [text for text in parser().examples if "--model" in text]
     assert examples and all(
         whole(asked(text.removeprefix("megatron-burst plan")), "seq-length", 0) for text in examples
     )

@@ -8,63 +8,22 @@ import torch
 
 from megatron_burst.kernels import Request
 from megatron_burst.tools import hardware, options
+from megatron_burst.tools.arguments.doctor import parser
 from megatron_burst.tools.doctor import checks, machine, memory
 from megatron_burst.tools.doctor.attention import request_of, served
 from megatron_burst.tools.doctor.launch_line import LaunchLine, Target, split
 from megatron_burst.tools.doctor.parsing import parse, see_beside
 from megatron_burst.tools.doctor.report import Finding, Level, Report
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_ABOUT = """What is installed, what serves, and whether a training command will run. It starts none.
-
-The command may begin with variables, torchrun or python, or be flags alone. Megatron's parser and
-all validation run on it, then the checks on known silent errors. It is judged for this machine, or
-with --gpus-per-node or --nodes for a cluster, on the packages of this machine. The exit status is 0
-if the command line will run, else 1."""
-
 
 def main(argv: list[str]) -> int:
     """Run the verb; return its exit status."""
     own, words = options.split_at_dashes(argv)
-    given = _parser().parse_args(own)
+    given = parser().parse_args(own)
     report = _report(given, words)
     if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is here
         print(report.as_json(given.strict) if given.json else report.as_text(given.strict))
     return 0 if report.verdict(given.strict) == "ok" else 1
-
-
-def _parser() -> options.Parser:
-    parser = options.Parser(
-        "doctor",
-        _ABOUT,
-        "megatron-burst doctor",
-        "megatron-burst doctor --shape 32,8,128",
-        "megatron-burst doctor --gpus-per-node 8 --nodes 4 -- torchrun ... -m "
-        "megatron_burst.pretrain FLAGS",
-    )
-    add, number = parser.add_argument, options.positive
-    add("--nodes", type=number, metavar="M", help="nodes of the cluster")
-    add("--gpus-per-node", type=number, metavar="L", help="GPUs, and ranks, of a node")
-    text = "a table of the planner's, against whose memory it is held (default: of the GPUs here)"
-    add("--cluster", metavar="NAME", help=text)
-    text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
-    add("--compute-capability", type=_capability, default="9.0", metavar="X.Y", help=text)
-    text = "of one rank's attention, to ask the kernels about (default: the command's)"
-    add("--shape", type=_sizes, metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")
-    add("--strict", action="store_true", help="exit status 1 for what runs but is wrong, too")
-    return parser
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor or 0)
-
-
-def _sizes(text: str) -> tuple[int, int, int, int]:
-    heads, kv_heads, size, *more = map(options.positive, text.split(","))
-    (value_size,) = more or [size]
-    return heads, kv_heads, size, value_size
 
 
 def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
@@ -83,7 +42,7 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     parts = machine.parts()  # before the CPU platform hides some
     request, kernel = None, "auto"
     if given.shape is not None:
-        request = Request(target.device, DTYPES[given.dtype], *given.shape)
+        request = Request(target.device, getattr(torch, given.dtype), *given.shape)
     with target.pretended():
         if line is not None:
             parsed = parse(line, target)

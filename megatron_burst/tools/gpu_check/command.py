@@ -1,36 +1,26 @@
-"""Check on GPUs what needs them: kernels, rings, speed, memory, loss, recompute, NCCL, a training.
+"""`megatron-burst gpu-check`: runs the stages and writes what they find."""
 
-Nine stages of at most ten minutes each on an H100, without a network; only the last needs
-megatron-core. Writes DIR/gpu-check.md and DIR/gpu-check.json after every stage. With --device cpu
-the same runs on small sizes and nothing is asked of times. The exit status is 1 if a stage failed.
-"""
-
-import argparse
 import importlib
 import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from megatron_burst.tools import hardware, options, terminal
+from megatron_burst.tools import hardware, terminal
+from megatron_burst.tools.arguments.gpu_check import RANKS, STAGES, parser
 from megatron_burst.tools.gpu_check.ranks import refusal
 from megatron_burst.tools.gpu_check.report import Report, Result
 from megatron_burst.tools.gpu_check.stage import Check, Device
 
-_RANKS = 2, 4, 8
-# Modules with a `check(device)`, whose first line says what it proves, and a `REMEDY`.
-STAGES = "machine kernels rings tiles memory loss recompute ranks training".split()
-
 
 def main(argv: list[str]) -> int:
     """Run the stages; return the exit status."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU here; --device cpu runs the same on small sizes")
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
@@ -52,32 +42,11 @@ def main(argv: list[str]) -> int:
     return 1 if report.failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = options.Parser(
-        "gpu-check",
-        __doc__ or "",
-        "megatron-burst gpu-check",
-        "megatron-burst gpu-check --stage 2 3 --output runs/gpu-check-h100",
-        "megatron-burst gpu-check --stage 8 --ranks 8",
-        "megatron-burst gpu-check --device cpu",
-    )
-    add, numbers = parser.add_argument, range(1, len(STAGES) + 1)
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    listed = ", ".join(f"{number} {name}" for number, name in enumerate(STAGES, start=1))
-    text = f"only these (default: all): {listed}"
-    add("--stage", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help=text)
-    text = "of stage 8 (default: as many as there are GPUs; 4 on a CPU, or over gloo on one GPU)"
-    add("--ranks", type=int, choices=_RANKS, help=text)
-    text = "a directory (default: runs/gpu-check)"
-    add("--output", type=Path, default=Path("runs/gpu-check"), metavar="DIR", help=text)
-    return parser
-
-
 def _ranks(device: str) -> int:
     gpus = torch.cuda.device_count() if device == "cuda" else 4
     if gpus == 1:  # which two share where NCCL lets them
         return 4 if refusal(2, 1, torch.cuda.nccl.version()) else 2
-    return max(number for number in _RANKS if number <= gpus)
+    return max(number for number in RANKS if number <= gpus)
 
 
 def _say(console: Console, text: str) -> None:

@@ -22,6 +22,7 @@ from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.reference.dense import MARGIN, Expected, Reference, Spread
 from megatron_burst.reference.verify import Finding, compare
 from megatron_burst.tools import verify
+from megatron_burst.tools.arguments.verify import MASKS
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import OneRank, Sizes, context_of, drawing
@@ -58,7 +59,7 @@ def check(device: Device) -> Iterator[Check]:
     expected = cache(_expected)  # which all schedules share
     for kernel in device.kernels(sizes.heads, sizes.kv_heads, sizes.head_dim):
         for number, setting in enumerate(_SETTINGS):
-            grids, masks = list(_GRIDS), list(verify.MASKS)
+            grids, masks = list(_GRIDS), list(MASKS)
             if not device.is_gpu:  # each once, not each with each
                 grids = [grids[number % len(grids)]]
                 masks = [masks[(number + turned) % len(masks)] for turned in (0, 2)]
