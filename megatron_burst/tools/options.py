@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 _UNITS = {"k": 2**10, "m": 2**20}  # of tokens
 
@@ -16,13 +17,19 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.examples = examples
+        self.examples, self._takes_megatrons = examples, " -- " in about or "after -- " in about
         self.add_argument("--json", action="store_true", help="print one JSON object instead")
 
     def format_help(self) -> str:
         """Return the examples, then what argparse makes of the flags."""
         lines = "".join(f"  {example}\n" for example in self.examples)
         return f"examples:\n{lines}\n{super().format_help()}"
+
+    def error(self, message: str) -> NoReturn:
+        """End with a message, and with the place of Megatron's flags where one stands here."""
+        if self._takes_megatrons and message.startswith("unrecognized arguments: --"):
+            message += "; Megatron's flags go behind --"
+        super().error(message)
 
 
 def add_gone(parser: argparse.ArgumentParser, *names: str, remedy: str) -> None:

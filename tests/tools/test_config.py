@@ -161,13 +161,13 @@ def test_a_run_is_a_hybrid_model_of_as_many_layers() -> None:
     assert flags_.hybrid_form(normed) == normed
 
 
-def test_the_command_names_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_models_clusters_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     def printed(*words: str) -> list[str]:
         assert main(["plan", "--list", *words]) == 0
         return capsys.readouterr().out.split()
 
     assert printed("heads-*") == ["heads-1x16", "heads-2x8", "heads-4x4"]
-    assert "toy" in printed() and "_gpu" not in printed()
+    assert {"models:", "llama3_8b", "toy", "h100"} < {*printed()} and "_gpu" not in printed()
     for words, message in (
         ("--run 14b", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
         ("--run _gpu", "there is no run _gpu"),

@@ -70,6 +70,9 @@ def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     assert found.flags["recompute-granularity"] == "selective"
     known = read(words.replace("NullTokenizer", "GPT2BPETokenizer"))
     assert known.flags["vocab-size"] == 50257
+    packed = read(f"{WHOLE} --dataloader-inter-document-masking")
+    assert "dataloader-inter-document-masking" not in packed.flags
+    assert packed.assumed.startswith("a sequence is taken for one document")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,16 @@ def test_what_cannot_be_predicted_or_run_says_why(
     assert "as it stands: --fp16 True cannot be predicted here" in text
     assert "with our flags: --fp16 True cannot be predicted here" in text
     assert "it has our flags" not in text
+
+
+def test_a_variable_that_megatron_wants_is_said(
+    megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    texts = ["\n".join(answer.answer(read(words)).lines()) for words in (WHOLE, WHOLE[30:])]
+    assert WHOLE[30:].startswith("torchrun")
+    assert [f"\nenvironment: {name}=1\n" in text for text in texts] == [False, True]
 
 
 def test_without_megatron_the_rest_is_answered(

@@ -19,6 +19,7 @@ from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
 
 _COLUMNS = "U", "GPU", "host", "exposed", "s/step", "tok/s", "MFU"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # 1, but beside Megatron-FSDP
 _NO_DOCTOR = "megatron-core is not installed here, and its parser is what the doctor runs"
 
 
@@ -60,8 +61,7 @@ class Answer:
         steps = {"as it stands": self.stands, "with our flags": self.ours}
         if known := [step for step in steps.values() if isinstance(step, Candidate)]:
             yield from (*screen.about(known[0].load), _sizes(known[0]))
-        if self.asked.assumed:
-            yield self.asked.assumed
+        yield from screen.filled(self.asked.assumed)
         yield from (f"\ndoctor, {self.asked.target}:", *self._doctor(), "")
         yield from _table(steps)
         yield from (f"{name}: {step}" for name, step in steps.items() if isinstance(step, str))
@@ -82,6 +82,9 @@ class Answer:
         yield ""
         if not line.starts_us:
             yield f"start: -m {OUR_RUNNER} {line.program}"
+        if any(_CONNECTIONS in each.text + each.remedy for each in self.findings or ()):
+            sharded = self.change.of(self.asked.flags).get("use-megatron-fsdp")
+            yield f"environment: {'not ' * bool(sharded)}{_CONNECTIONS}=1"
         yield from (
             f"{name}: {shlex.join(arguments(some))}" for name, some in names.items() if some
         )

@@ -2,7 +2,7 @@
 
 import fnmatch
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,12 @@ class Configs(NamedTuple):
         if not (found := fnmatch.filter(_names(self.tables), pattern)):
             raise ValueError(f"no run of configs/ matches {pattern}")
         return found
+
+    def listed(self) -> Iterator[str]:
+        """Yield the names of models, clusters and runs, by their kind."""
+        kinds = {"models": self.models, "clusters": self.clusters, "runs": self.tables}
+        for kind, tables in kinds.items():
+            yield from (f"{kind}:", *(f"  {name}" for name in _names(tables)))
 
     def run(self, name: str) -> Run:
         """Return a run."""

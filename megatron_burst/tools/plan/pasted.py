@@ -77,12 +77,14 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
     if flags.pop("recompute-activations", False):  # Megatron's short form
         flags["recompute-granularity"] = "selective"
     flags.setdefault("global-batch-size", _sequences(flags, gpus))
-    assumed = ""
+    assumed = []
     if "vocab-size" not in flags:
         tokenizer = str(flags.get("tokenizer-type"))
         flags["vocab-size"] = _VOCABULARY.get(tokenizer, _USUAL_VOCABULARY)
-        assumed = f"--vocab-size {flags['vocab-size']} is assumed: no tokenizer is read here"
-    return Pasted(words, line, flags, cluster, gpus, assumed)
+        assumed = [f"--vocab-size {flags['vocab-size']} is assumed: no tokenizer is read here"]
+    if not given.documents and flags.pop("dataloader-inter-document-masking", False):
+        assumed.append("a sequence is taken for one document: plan --documents N says their mean")
+    return Pasted(words, line, flags, cluster, gpus, "; ".join(assumed))
 
 
 def _sequences(flags: Flags, gpus: int) -> int:
