@@ -48,13 +48,14 @@ def draw(found: Sequence[Row], path: Path) -> None:
             points = [e.value for e in some], [e.predicted for e in some]
             face, label = "white" if fitted else f"C{number}", None
             if mark == "o" and not fitted:
-                label = f"{table} (hollow: fitted)"
+                label = table
             axes.plot(*points, mark, color=f"C{number}", mfc=face, markersize=4, label=label)
     ends = [0.8 * min(e.value for e in found), 1.25 * max(e.value for e in found)]
     axes.plot(ends, ends, color="0.4", linewidth=0.8)
     axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.9")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured (triangles: GiB; band: 15 %)", ylabel="predicted")
+    measured = "measured (circles: speeds and lengths, triangles: GiB; hollow: fitted; band: 15 %)"
+    axes.set(xlabel=measured, ylabel="predicted")
     axes.legend(loc="upper left", frameon=False)
     save(figure, path)
 
