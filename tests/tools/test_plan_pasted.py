@@ -11,6 +11,7 @@ from megatron_burst.tools.command import main
 from megatron_burst.tools.plan import answer, pasted
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.pasted import Pasted, as_it_stands
+from megatron_burst.tools.plan.ranking import Candidate
 
 CONFIGS = Configs.read()
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -162,6 +163,21 @@ def test_the_answer_is_one_object_in_json(
     assert words[8] == SCRIPT and "p2p" not in words and words[-len(found["add"]) :] == found["add"]
     assert not found["errors_with_our_flags"] and not found["assumed"]
     assert not [each for each in found["findings"] if each["level"] == "error"]
+
+
+def test_attention_is_kept_where_that_fits_and_is_faster(megatron: None) -> None:
+    flag = "--recompute-attention-fraction 0"
+    found = answer.answer(read(WHOLE))
+    kept, text = json.loads(found.as_json())["and_attention_kept"], "\n".join(found.lines())
+    assert isinstance(found.ours, Candidate) and kept["fits"]
+    assert found.kept and found.kept.time.seconds < found.ours.time.seconds
+    assert f"\nfor attention kept, also add: {flag}\n" in text and "\nand attention kept  b" in text
+    long = WHOLE.replace("131072", "524288").replace("128256", "1000")  # they find no room
+    without = WHOLE.replace("--recompute-granularity full", "")  # nothing is recomputed
+    refused = f"{WHOLE} --distribute-saved-activations --tensor-model-parallel-size 2"
+    for words in (long, without, f"{WHOLE} {flag}", refused):
+        found = answer.answer(read(words))
+        assert found.kept is None and "attention kept" not in "\n".join(found.lines()), words
 
 
 def test_a_command_of_ours_stays_as_it_is(

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megatron_burst.tools.doctor import checks
 from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, LaunchLine
@@ -19,6 +19,7 @@ from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
 
 _COLUMNS = "U", "GPU", "host", "exposed", "s/step", "tok/s", "MFU"
+_KEPT: Flags = {"recompute-attention-fraction": 0}
 _NO_DOCTOR = "megatron-core is not installed here, and its parser is what the doctor runs"
 
 
@@ -32,6 +33,7 @@ class Answer:
     change: Change
     ours: Candidate | str
     left: Sequence[Finding]  # what stops the command with our flags
+    kept: Candidate | None = None  # with these, and attention not recomputed: if faster
 
     def as_json(self) -> str:
         """Return one JSON object."""
@@ -47,6 +49,7 @@ class Answer:
             {
                 "findings": None if found is None else [*map(asdict, found)],
                 **{key: step | {"command": shlex.join(words)} for key, step, words in both},
+                "and_attention_kept": self.kept and screen.figures(self.kept),
                 "add": arguments(self.change.add),
                 "drop": arguments(self.change.drop),
                 "environment": self.change.environment,
@@ -63,7 +66,8 @@ class Answer:
             yield from (*screen.about(known[0].load), _sizes(known[0]))
         yield from screen.filled(self.asked.assumed)
         yield from (f"\ndoctor, {self.asked.target}:", *self._doctor(), "")
-        yield from _table(steps)
+        more = {"and attention kept": self.kept} if self.kept else {}
+        yield from _table(steps | more)
         yield from (f"{name}: {step}" for name, step in steps.items() if isinstance(step, str))
         yield from self._changes()
         if len(known) == 2:
@@ -87,6 +91,8 @@ class Answer:
         yield from (
             f"{name}: {shlex.join(arguments(some))}" for name, some in names.items() if some
         )
+        if self.kept:
+            yield f"for attention kept, also add: {shlex.join(arguments(_KEPT))}"
         if self.change.add or self.change.drop or self.change.environment:
             command = screen.wrapped(shlex.join(self.change.of_command(self.asked)))
             yield from ("", "the command with our flags:", command)
@@ -109,7 +115,20 @@ def answer(asked: Pasted) -> Answer:
     ours_line = changed.of_line(line)
     left = _doctor(asked, ours_line) if ours_line != line else found
     errors = [each for each in left or () if each.level is Level.ERROR]
-    return Answer(asked, found, stands, changed, ours, errors)
+    kept = None if errors else _kept(asked, changed, ours)
+    return Answer(asked, found, stands, changed, ours, errors, kept)
+
+
+def _kept(asked: Pasted, changed: Change, ours: Candidate | str) -> Candidate | None:
+    """Its step with attention kept, where that fits, is faster, and the doctor has no error."""
+    if isinstance(ours, str) or not ours.load.recompute or _KEPT.keys() & ours.flags.keys():
+        return None
+    more = replace(changed, add={**changed.add, **_KEPT})
+    step = _predicted(asked, more.of)
+    if isinstance(step, str) or step.lacks or step.time.seconds >= ours.time.seconds:
+        return None
+    found = _doctor(asked, more.of_line(asked.line))
+    return None if any(each.level is Level.ERROR for each in found or ()) else step
 
 
 def show(asked: Pasted, *, as_json: bool) -> None:
