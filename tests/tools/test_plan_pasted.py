@@ -74,6 +74,8 @@ def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     packed = read(f"{WHOLE} --dataloader-inter-document-masking")
     assert "dataloader-inter-document-masking" not in packed.flags
     assert packed.assumed.startswith("a sequence is taken for one document")
+    asked = read(f"{WHOLE} --dataloader-inter-document-masking", "--cluster h100 --search")
+    assert asked.flags["dataloader-inter-document-masking"] and not asked.assumed
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,8 @@ def test_the_answer_is_one_object_in_json(
 def test_attention_is_kept_where_that_fits_and_is_faster(megatron: None) -> None:
     flag = "--recompute-attention-fraction 0"
     found = answer.answer(read(WHOLE))
+    unsaid = answer.answer(read(WHOLE.replace("--vocab-size 128256", "")))
+    assert unsaid.kept and [each.check for each in unsaid.left] == ["validation"], "another error"
     kept, text = json.loads(found.as_json())["and_attention_kept"], "\n".join(found.lines())
     assert isinstance(found.ours, Candidate) and kept["fits"]
     assert found.kept and found.kept.time.seconds < found.ours.time.seconds

@@ -115,20 +115,23 @@ def answer(asked: Pasted) -> Answer:
     ours_line = changed.of_line(line)
     left = _doctor(asked, ours_line) if ours_line != line else found
     errors = [each for each in left or () if each.level is Level.ERROR]
-    kept = None if errors else _kept(asked, changed, ours)
+    kept = _kept(asked, changed, ours, errors)
     return Answer(asked, found, stands, changed, ours, errors, kept)
 
 
-def _kept(asked: Pasted, changed: Change, ours: Candidate | str) -> Candidate | None:
-    """Its step with attention kept, where that fits, is faster, and the doctor has no error."""
+def _kept(
+    asked: Pasted, changed: Change, ours: Candidate | str, left: Sequence[Finding]
+) -> Candidate | None:
+    """Its step with attention kept, where that fits, is faster, and no other error stops it."""
     if isinstance(ours, str) or not ours.load.recompute or _KEPT.keys() & ours.flags.keys():
         return None
     more = replace(changed, add={**changed.add, **_KEPT})
     step = _predicted(asked, more.of)
     if isinstance(step, str) or step.lacks or step.time.seconds >= ours.time.seconds:
         return None
-    found = _doctor(asked, more.of_line(asked.line))
-    return None if any(each.level is Level.ERROR for each in found or ()) else step
+    found = _doctor(asked, more.of_line(asked.line)) or ()
+    errors = [each for each in found if each.level is Level.ERROR and each not in left]
+    return None if errors else step
 
 
 def show(asked: Pasted, *, as_json: bool) -> None:

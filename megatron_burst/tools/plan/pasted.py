@@ -84,7 +84,8 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
         tokenizer = str(flags.get("tokenizer-type"))
         flags["vocab-size"] = _VOCABULARY.get(tokenizer, _USUAL_VOCABULARY)
         assumed = [f"--vocab-size {flags['vocab-size']} is assumed: no tokenizer is read here"]
-    if not given.documents and flags.pop("dataloader-inter-document-masking", False):
+    keeps = given.documents or given.search is not None or given.ladder  # in what these print
+    if not keeps and flags.pop("dataloader-inter-document-masking", False):
         assumed.append("a sequence is taken for one document: plan --documents N says their mean")
     return Pasted(words, line, flags, cluster, gpus, "; ".join(assumed))
 
