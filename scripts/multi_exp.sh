@@ -32,7 +32,8 @@ if [[ -z $names ]]; then usage >&2; exit 2; fi
 failed=()
 set -f # patterns are for the names of runs, not for files
 for pattern in $names; do
-    found=$("$python" -m megatron_burst plan --list "$pattern")
+    found=$("$python" -m megatron_burst plan --list "$pattern" | sed -n '/^runs:$/,$ s/^  //p')
+    if [[ -z $found ]]; then printf 'multi_exp: no run matches %s\n' "$pattern" >&2; exit 1; fi
     for name in $found; do
         printf -- '-- %s\n' "$name"
         "$python" -m megatron_burst compare --run "$name" --output "$output/$name" \

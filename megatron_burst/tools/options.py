@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 _UNITS = {"k": 2**10, "m": 2**20}  # of tokens
@@ -26,9 +27,12 @@ class Parser(argparse.ArgumentParser):
         return f"examples:\n{lines}\n{super().format_help()}"
 
     def error(self, message: str) -> NoReturn:
-        """End with a message, and with the place of Megatron's flags where one stands here."""
-        if self._takes_megatrons and message.startswith("unrecognized arguments: --"):
-            message += "; Megatron's flags go behind --"
+        """End with a message; behind a flag that is none of ours, where it may belong."""
+        _, found, words = message.partition("unrecognized arguments: --")
+        if self._takes_megatrons and found:
+            near = get_close_matches(f"--{words.split()[0]}", self._option_string_actions, 1, 0.8)
+            place = f"Megatron's flags go behind --: {self.prog} … -- --{words}"
+            message += f"; the nearest is {near[0]}" if near else f"; {place}"
         super().error(message)
 
 

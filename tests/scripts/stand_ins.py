@@ -44,8 +44,9 @@ UNAME = 'echo "${FAKE_HOST:-here}"'
 PYTHON = """
 case $* in
     "-c import sys; sys.exit"* | "-m megatron_burst.tools."*) exec "$REAL_PYTHON" "$@" ;;
-    *'burst plan --list nosuch'*) echo "plan: no run of configs/ matches ${*: -1}" >&2; exit 1 ;;
-    *'burst plan --list'*) printf '%s\\n' toy toy_long; exit ;;
+    *'burst plan --list nosuch'*) echo "no model, cluster or run matches ${*: -1}" >&2; exit 1 ;;
+    *'burst plan --list llama'*) printf '%s\\n' models: '  llama'; exit ;;
+    *'burst plan --list'*) printf '%s\\n' models: '  toy' runs: '  toy' '  toy_long'; exit ;;
     "-m megatron_burst compare "*)
         (shift 3; IFS="|"; echo "$*") >>"$STAND_INS/compared"
         if [[ $* == *"--fail-in $5" ]]; then exit 1; fi

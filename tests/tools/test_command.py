@@ -43,6 +43,25 @@ def test_what_is_no_verb_or_no_text_is_refused(
     assert said in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--tensor-model-parallel-size 2",
+            "Megatron's flags go behind --: "
+            "megatron-burst plan … -- --tensor-model-parallel-size 2",
+        ),
+        ("--clustr h100", "the nearest is --cluster"),
+    ],
+)
+def test_a_flag_in_the_wrong_place_is_shown_its_own(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "7b", *words.split()])
+    assert f"error: unrecognized arguments: {words}; {said}\n" in capsys.readouterr().err
+
+
 def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "megatron_burst", "launch", "check", "--no-such-flag"],

@@ -166,12 +166,14 @@ def test_the_command_names_models_clusters_and_runs(capsys: pytest.CaptureFixtur
         assert main(["plan", "--list", *words]) == 0
         return capsys.readouterr().out.split()
 
-    assert printed("heads-*") == ["heads-1x16", "heads-2x8", "heads-4x4"]
+    assert printed("heads-*") == ["runs:", "heads-1x16", "heads-2x8", "heads-4x4"]
+    assert printed("toy") == ["models:", "toy", "runs:", "toy"]
+    assert printed("[hg]b*00") == ["clusters:", "gb200"]
     assert {"models:", "llama3_8b", "toy", "h100"} < {*printed()} and "_gpu" not in printed()
     for words, message in (
         ("--run 14b", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
         ("--run _gpu", "there is no run _gpu"),
-        ("--list nosuch-*", "no run of configs/ matches nosuch-*"),
+        ("--list nosuch-*", "no model, cluster or run of configs/ matches nosuch-*"),
     ):
         assert main(["plan", *words.split()]) == 1
         assert message in capsys.readouterr().err

@@ -190,14 +190,35 @@ def test_what_cannot_be_predicted_or_run_says_why(
     assert "it has our flags" not in text
 
 
-def test_a_variable_that_megatron_wants_is_said(
+def test_a_variable_that_megatron_wants_is_set(
     megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(name, raising=False)
-    texts = ["\n".join(answer.answer(read(words)).lines()) for words in (WHOLE, WHOLE[30:])]
-    assert WHOLE[30:].startswith("torchrun")
-    assert [f"\nenvironment: {name}=1\n" in text for text in texts] == [False, True]
+    bare, said = WHOLE.removeprefix(f"{name}=1 "), f"\nenvironment: {name}=1\n"
+    assert said not in "\n".join(answer.answer(read(bare)).lines()), "it is in the environment"
+    monkeypatch.delenv(name)
+    assert said not in "\n".join(answer.answer(read(WHOLE)).lines())
+    ours = "-m megatron_burst.pretrain_gpt --context-parallel-algo burst --lm-head-loss chunked"
+    for words in (bare, f"{name}=8 {bare}", f"torchrun --nproc-per-node 8 {ours} {MODEL}"):
+        found = answer.answer(read(words))
+        text = "\n".join(found.lines())
+        command = json.loads(found.as_json())["with_our_flags"]["command"]
+        assert said in text and command.startswith(f"{name}=1 torchrun")
+        assert f"\n{name}=1 torchrun" in text and command.count(name) == 1 and not found.left
+    assert read(bare, "--cluster gb200").target.capability == (10, 0)
+    assert not pasted.change(read(bare, "--cluster gb200")).environment
+
+
+def test_a_variable_that_megatron_refuses_is_dropped(
+    megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name)
+    sharded = f"{WHOLE} --use-megatron-fsdp --ckpt-format fsdp_dtensor"
+    found = answer.answer(read(sharded))
+    assert any("FSDP requires" in each.text for each in found.findings or ()) and not found.left
+    assert f"\nenvironment: not {name}=1\n" in "\n".join(found.lines())
+    assert found.change.of_command(found.asked)[0] == "torchrun"
 
 
 def test_without_megatron_the_rest_is_answered(

@@ -24,8 +24,8 @@ def parser() -> options.Parser:
     add = made.add_argument
     add("--run", metavar="NAME", help="a named run of configs/runs.toml")
     add("--gpt", action="store_true", help="as a GPTModel (default: as a HybridModel)")
-    text = "print the names of models, clusters and runs; of runs that match, as 'scaling-*'"
-    add("--list", nargs="?", const="", metavar="PATTERN", help=text)
+    text = "print the names of models, clusters and runs, or of those that match, as 'llama*'"
+    add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
     add(
         "--model",
         metavar="NAME",

@@ -43,6 +43,8 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
         yield Finding("validation", _ERROR, parsed.stops, remedy)
     if parsed.unknown:
         yield Finding("checkpoint-args", _NOTE, parsed.unknown, "also pass the model's flags")
+    if parsed.absent:
+        yield Finding("not-here", _NOTE, parsed.absent)
     if (args := parsed.args) is None or (parsed.stops and parsed.config is None):
         return
     yield from _sizes(args)

@@ -24,6 +24,8 @@ from megatron_burst.plugin import attachment_points, compat
 from megatron_burst.plugin.settings import burst_config_from_args
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine, Target
 
+_NO_ROPE_FUSION = "apply_rope_fusion is not available"  # Megatron's words without TransformerEngine
+
 
 @dataclass(slots=True)
 class Parsed:
@@ -33,6 +35,7 @@ class Parsed:
     config: BurstConfig | None = None  # of our attention; None under Megatron's own
     stops: str = ""  # why it ends before it trains; "" where it does not
     unknown: str = ""  # why what depends on the model was not looked at
+    absent: str = ""  # what a cluster has and this machine lacks, and was taken for there
 
 
 def see_beside(line: LaunchLine) -> None:
@@ -109,18 +112,25 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     if not found.unknown:
         arguments.validate_args(args, {})
     if not found.unknown:
-        _build_configs(line, args, found.config)
+        _build_configs(line, args, target, found)
 
 
-def _build_configs(line: LaunchLine, args: Namespace, config: BurstConfig | None) -> None:
+def _build_configs(line: LaunchLine, args: Namespace, target: Target, found: Parsed) -> None:
     """Make the model's configuration, which checks what the parser does not."""
     from megatron_burst.plugin import pretraining
     from megatron_burst.plugin.refusals import refusals
 
     if line.program in OUR_ENTRIES and (reason := pretraining.refusal(args)):
         raise ValueError(reason)
-    model_config = pretraining.model_config(args)
-    if config is not None and (reasons := refusals(model_config.transformer)):
+    try:
+        model_config = pretraining.model_config(args)
+    except ValueError as error:
+        if not target.is_cluster or _NO_ROPE_FUSION not in str(error):
+            raise
+        found.absent = "TransformerEngine is not installed here: RoPE's fusion was not checked"
+        args.apply_rope_fusion = False
+        model_config = pretraining.model_config(args)
+    if found.config is not None and (reasons := refusals(model_config.transformer)):
         raise ValueError("\n".join(reasons))
 
 

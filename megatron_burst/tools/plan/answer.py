@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from megatron_burst.tools.doctor import checks
 from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, LaunchLine
@@ -19,7 +19,6 @@ from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
 
 _COLUMNS = "U", "GPU", "host", "exposed", "s/step", "tok/s", "MFU"
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # 1, but beside Megatron-FSDP
 _NO_DOCTOR = "megatron-core is not installed here, and its parser is what the doctor runs"
 
 
@@ -50,6 +49,7 @@ class Answer:
                 **{key: step | {"command": shlex.join(words)} for key, step, words in both},
                 "add": arguments(self.change.add),
                 "drop": arguments(self.change.drop),
+                "environment": self.change.environment,
                 "errors_with_our_flags": [*map(asdict, self.left)],
                 "assumed": self.asked.assumed,
             },
@@ -82,13 +82,12 @@ class Answer:
         yield ""
         if not line.starts_us:
             yield f"start: -m {OUR_RUNNER} {line.program}"
-        if any(_CONNECTIONS in each.text + each.remedy for each in self.findings or ()):
-            sharded = self.change.of(self.asked.flags).get("use-megatron-fsdp")
-            yield f"environment: {'not ' * bool(sharded)}{_CONNECTIONS}=1"
+        for name, value in self.change.environment.items():
+            yield f"environment: not {name}=1" if value is None else f"environment: {name}={value}"
         yield from (
             f"{name}: {shlex.join(arguments(some))}" for name, some in names.items() if some
         )
-        if self.change.add.keys() | self.change.drop.keys():
+        if self.change.add or self.change.drop or self.change.environment:
             command = screen.wrapped(shlex.join(self.change.of_command(self.asked)))
             yield from ("", "the command with our flags:", command)
         elif isinstance(self.ours, Candidate):
@@ -107,7 +106,7 @@ def answer(asked: Pasted) -> Answer:
         changed, ours = Change({}, {}), str(reason)
     line = asked.line
     found = _doctor(asked, line)
-    ours_line = replace(line, flags=tuple(changed.of_words(line.flags)), starts_us=True)
+    ours_line = changed.of_line(line)
     left = _doctor(asked, ours_line) if ours_line != line else found
     errors = [each for each in left or () if each.level is Level.ERROR]
     return Answer(asked, found, stands, changed, ours, errors)

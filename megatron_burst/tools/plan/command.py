@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     if given.measure:
         measure.write(given.measure)
     elif given.list is not None:
-        print(*(configs.names(given.list) if given.list else configs.listed()), sep="\n")
+        print(*configs.listed(given.list), sep="\n")
     else:
         _answer(configs, given, rest or [])
     return 0

@@ -43,11 +43,19 @@ class Configs(NamedTuple):
             raise ValueError(f"no run of configs/ matches {pattern}")
         return found
 
-    def listed(self) -> Iterator[str]:
-        """Yield the names of models, clusters and runs, by their kind."""
+    def listed(self, pattern: str = "*") -> Iterator[str]:
+        """Yield the names of models, clusters and runs that match a shell pattern, by their kind.
+
+        Raises:
+            ValueError: none does.
+        """
         kinds = {"models": self.models, "clusters": self.clusters, "runs": self.tables}
-        for kind, tables in kinds.items():
-            yield from (f"{kind}:", *(f"  {name}" for name in _names(tables)))
+        found = {kind: fnmatch.filter(_names(of), pattern) for kind, of in kinds.items()}
+        if not any(found.values()):
+            raise ValueError(f"no model, cluster or run of configs/ matches {pattern}")
+        for kind, names in found.items():
+            if names:
+                yield from (f"{kind}:", *(f"  {name}" for name in names))
 
     def run(self, name: str) -> Run:
         """Return a run."""

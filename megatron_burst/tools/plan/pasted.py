@@ -1,8 +1,9 @@
 """A whole Megatron command, taken apart: its flags, its machines, and what makes it ours."""
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from typing import Any
 
@@ -25,6 +26,7 @@ _THEIRS = (  # of Megatron's attention and loss, which ours stand in for
 )
 _VOCABULARY = {"GPT2BPETokenizer": 50257}  # of tokenizers that need no file to be known
 _USUAL_VOCABULARY = 128256  # of Llama 3
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CAPABILITIES = {"A": (8, 0), "H": (9, 0), "B": (10, 0), "GB": (10, 0)}  # by a GPU's name
 
 
@@ -121,10 +123,11 @@ def as_it_stands(flags: Flags) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """What makes a command ours: flags to add, and Megatron's that they stand in for."""
+    """What makes a command ours: flags to add, Megatron's that they stand in for, variables."""
 
     add: Flags
     drop: Flags
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # None: to be unset
 
     def of(self, flags: Flags) -> dict[str, Any]:
         """Return the flags with it."""
@@ -149,7 +152,18 @@ class Change:
         before = [*asked.words[: len(asked.words) - len(line.flags)]]
         if line.program.endswith(".py") and not line.starts_us:
             before[-1:] = ["-m", OUR_RUNNER, line.program]
-        return [*before, *self.of_words(line.flags)]
+        before = [word for word in before if word.partition("=")[0] not in self.environment]
+        return [*_assigned(self.environment), *before, *self.of_words(line.flags)]
+
+    def of_line(self, line: LaunchLine) -> LaunchLine:
+        """Return what the doctor judges of that command."""
+        variables = {**line.environment, **self.environment}
+        return replace(
+            line,
+            flags=tuple(self.of_words(line.flags)),
+            starts_us=True,
+            environment={name: v for name, v in variables.items() if v is not None},
+        )
 
 
 def change(asked: Pasted) -> Change:
@@ -164,7 +178,22 @@ def change(asked: Pasted) -> Change:
     if memory.lacks(workload_of(flags, asked.cluster, asked.gpus)):
         savings = savings_that_fit(flags, asked.cluster, asked.gpus)
         found = Change(add | (savings or {}), found.drop)
-    return found
+    return replace(found, environment=variables(asked, found.of(asked.flags)))
+
+
+def variables(asked: Pasted, flags: Flags) -> dict[str, str | None]:
+    """Return the variable that Megatron refuses to start with, or without, on flags."""
+    is_one = {**os.environ, **asked.line.environment}.get(_CONNECTIONS) == "1"
+    if flags.get("use-megatron-fsdp") or flags.get("use-torch-fsdp2"):
+        return {_CONNECTIONS: None} if is_one else {}
+    target, sizes = asked.target, ("tensor-model-parallel-size", "context-parallel-size")
+    is_older = target.device.type == "cuda" and (target.capability or (0, 0)) < (10, 0)
+    wants_one = is_older and any(whole(flags, name) > 1 for name in sizes)
+    return {_CONNECTIONS: "1"} if wants_one and not is_one else {}
+
+
+def _assigned(environment: Mapping[str, str | None]) -> list[str]:
+    return [f"{name}={value}" for name, value in environment.items() if value is not None]
 
 
 def without_theirs(flags: Flags) -> dict[str, Any]:

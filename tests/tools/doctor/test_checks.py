@@ -68,7 +68,15 @@ def test_a_clean_command_line_has_no_findings(parser: argparse.ArgumentParser) -
     assert look(parser, f"{OURS} {DOCUMENTS} --eod-mask-loss") == {}
 
 
-OF_THE_JOB = {"ranks", "no-script", "validation", "checkpoint-args", "slow-links", "stalls-unseen"}
+OF_THE_JOB = {
+    "ranks",
+    "no-script",
+    "validation",
+    "checkpoint-args",
+    "not-here",
+    "slow-links",
+    "stalls-unseen",
+}
 CASES = [
     ("mean-of-means", W, OURS, "--calculate-per-token-loss"),
     ("mean-of-means", X, f"{OURS} --eod-mask-loss", "--calculate-per-token-loss"),

@@ -62,6 +62,18 @@ def test_the_data_of_a_cluster_need_not_be_here(
     assert [f["text"] for f in report["findings"] if "no data is given" in f["text"]]
 
 
+def test_a_cluster_may_have_the_transformer_engine_that_is_not_here(
+    megatron: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", None)
+    words = ["python", "pretrain_gpt.py", *MODEL, *BURST[2:], *CP16]  # Megatron's own defaults
+    status, report = judged(capsys, *words)
+    assert status == 0 and of_level(report, "note") == ["not-here"], report["findings"]
+    _, report = judged(capsys, *words, "--reset-position-ids")
+    assert "idle-positions" in of_level(report, "wrong"), "what comes later is found, too"
+
+
 def test_a_model_that_a_checkpoint_describes(
     megatron: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
