@@ -25,10 +25,11 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 
 # Leaves the first Python that serves in found_python, or says what is wrong with each.
 find_python() {
-    local path said home
+    local path said home shim
     home=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6)} # an empty HOME is looked up
+    shim=$(command -v python3) || true # of pyenv, whose own word follows HOME
     for path in ${PYTHON:+"$PYTHON"} python3.12 python3.13 python3 python \
-        {"${PYENV_ROOT:-$(pyenv root 2>/dev/null)}","$home/.pyenv"}/versions/3.1[23]*/bin/python3; do
+        {"${PYENV_ROOT:-${shim%/shims/*}}","$home/.pyenv"}/versions/3.1[23]*/bin/python3; do
         found_python=$(command -v "$path") || continue
         said=$("$path" -c 'import sys, venv; print("%d.%d.%d" % sys.version_info[:3])' 2>&1) || true
         if [[ $said == 3.1[23].* ]]; then return 0; fi

@@ -89,9 +89,9 @@ PASSED_OVER = {
         ("elsewhere/versions/3.13.0/bin/python3", {}, {"PYENV_ROOT": "{}/elsewhere"}),
         ("account/.pyenv/versions/3.12.9/bin/python3", {}, {"HOME": ""}),
         (
-            "shims/versions/3.12.2/bin/python3",
-            {"bin/pyenv": '[ "$1" = root ] && echo "${0%/bin/pyenv}/shims"', **PASSED_OVER},
-            {},
+            "pyenv/versions/3.12.2/bin/python3",
+            {"pyenv/shims/python3": SHIM, **PASSED_OVER},
+            {"PATH": "{0}/pyenv/shims:{0}/bin"},
         ),
         ("mine", {"bin/python3.12": GOOD}, {"PYTHON": "{}/mine"}),
     ],
