@@ -110,6 +110,6 @@ CPU = Machine(
 )
 """A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv, where
 rings, beside Ulysses, take longer than by the clock, on an Intel Xeon 8 to 30 %, on an AMD EPYC
-less: cores and gloo hide less. 12 % chooses best on both, scripts/bench/results/cpu_chosen.md."""
+less: cores and gloo hide less. What 12 % chooses there: scripts/bench/results/cpu_chosen.md."""
 CPU_KERNEL_RATE = 31e9
 """FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""
