@@ -9,9 +9,11 @@ Read in its sources, and in torch's around it:
   each with its buffers, while the host waits for the peer (`p2pTaskAppend`);
 * the first operation makes the communicator, for which NCCL waits for all of its ranks;
 * more than 256 operations in one group may hang;
-* NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE and their like win over options (`envConfigOverride`).
+* NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE and their like win over options (`envConfigOverride`);
+  TORCH_NCCL_HIGH_PRIORITY, which is torch's, only where it is 1: a 0 we carry out ourselves.
 """
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ from megatron_burst.transport.backend import nccl_of
 _READ = (2, 27), (2, 30)  # the first version and the last
 # Clusters of 4 CTAs, as is usual on Hopper, want room in one part of the GPU, beside attention.
 _CLUSTER = 1  # not timed
+_NO = {"0", "N", "NO", "F", "FALSE"}  # as torch reads its variables
 _CALLERS = "min_ctas max_ctas cga_cluster_size net_name cta_policy traffic_class".split()
 
 
@@ -37,10 +40,12 @@ def unread(version: tuple[int, ...]) -> str:
 def options_like(callers: Iterable[dist.ProcessGroup], limit: timedelta, max_ctas: int) -> Any:
     """Return options of a new communicator, for it alone: torch writes into them.
 
-    Its stream has high priority, so that messages do not wait for what computes. What a caller's
-    groups were given, as by Megatron's --nccl-communicator-config-path, wins over ours.
+    Its stream has high priority, so that messages do not wait for what computes, unless
+    TORCH_NCCL_HIGH_PRIORITY says no. What a caller's groups were given, as by Megatron's
+    --nccl-communicator-config-path, wins over ours.
     """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    first = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "1").upper() not in _NO
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=first)
     options._timeout = limit
     unset = dist.ProcessGroupNCCL.Options().config
     given: dict[str, Any] = {"max_ctas": max_ctas, "cga_cluster_size": _CLUSTER}

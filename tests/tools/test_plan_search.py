@@ -366,6 +366,7 @@ def test_a_cluster_file_is_read_or_said_what_is_missing(
     text = measure.cluster_file("two words.v2", torch.device("cpu"))
     assert torch.cuda.is_available() or "# of the host: no GPU is here" in text
     assert "# made up: 1.5 x linear_tflops" in text
+    assert "# NCCL's memory is not counted without nvlinks, channels and channel_gb_s" in text
     (path := tmp_path / "two words.v2.toml").write_text(text)
     assert CONFIGS.cluster(str(path)).name == "two words.v2"
     path.write_text(text.replace("gpus_per_node", "gpus"))
@@ -376,6 +377,31 @@ def test_a_cluster_file_is_read_or_said_what_is_missing(
     path.rename(tmp_path / "other.toml")
     with pytest.raises(ValueError, match="there is no cluster other; there are: "):
         CONFIGS.cluster(str(tmp_path / "other.toml"))
+
+
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        *(("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100")),
+        *(("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA H200", "h200")),
+        *(("NVIDIA H100 PCIe", ""), ("NVIDIA H100 NVL", ""), ("NVIDIA L40S", "")),
+    ],
+)
+def test_a_measured_machine_has_the_links_and_channels_of_its_gpu(
+    model: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them NCCL's memory was 0 for it, in silence."""
+    monkeypatch.setattr(measure, "measured", lambda device: dict.fromkeys(RATES, 1.0))
+    monkeypatch.setattr(measure.hardware, "cpu_model", lambda: model)
+    text = measure.cluster_file("here", torch.device("cpu"))
+    (path := tmp_path / "here.toml").write_text(text)
+    found, known = CONFIGS.cluster(str(path)), CONFIGS.cluster(base) if base else None
+    assert ("is not counted" in text) == (known is None)
+    assert found.within_rate == found.forward_rate / 1e3 == 1e9, "what was measured stays"
+    assert found.nvlinks == (known.nvlinks if known else 0)
+    if known is not None:
+        assert (found.channels, found.channel_rate) == (known.channels, known.channel_rate)
+        assert (found.peak, found.fp8_speedup) == (known.peak, known.fp8_speedup)
 
 
 def test_how_documents_are_balanced_is_kept_where_all_else_is_chosen() -> None:

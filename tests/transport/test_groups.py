@@ -199,6 +199,9 @@ def test_communicators_have_our_options_and_the_callers_win(
 
     unset = dist.ProcessGroupNCCL.Options().config.min_ctas
     assert all(o.is_high_priority_stream for o in options())
+    for said, has_it in (("0", False), ("false", False), ("1", True), ("y", True)):
+        monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", said)
+        assert {o.is_high_priority_stream for o in options()} == {has_it}, said
     assert {o._timeout.total_seconds() for o in options()} == {7.0}
     # A pair of a node has all channels, what leaves it few.
     assert settings() == {(32, 1, unset), (8, 1, unset)}

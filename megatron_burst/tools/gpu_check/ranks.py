@@ -22,8 +22,8 @@ _MARGIN = "SMs that flash3 leaves"
 _AXES: Mapping[str, tuple[str, ...]] = {  # the first is how it is, "" as the environment says
     _MARGIN: ("8", "0", "16", "32"),
     "NCCL_MAX_CTAS": ("", "4", "8", "16", "32"),
-    "NCCL_CGA_CLUSTER_SIZE": ("", "1", "4"),
-    "TORCH_NCCL_HIGH_PRIORITY": ("", "1"),
+    "NCCL_CGA_CLUSTER_SIZE": ("", "4"),  # ours is 1, NCCL's own on Hopper 4
+    "TORCH_NCCL_HIGH_PRIORITY": ("", "0"),  # ours is 1, torch's own 0
     "CUDA_DEVICE_MAX_CONNECTIONS": ("", "1", "8"),
 }
 _USUAL = _AXES[_MARGIN][0]

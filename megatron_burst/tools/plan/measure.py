@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_burst.tools import hardware
 from megatron_burst.tools.flops import attention_flops, peak_tflops
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.one_rank import OneCall, Sizes
+from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.replacing import write_text
 from megatron_burst.tools.verify import start
 from megatron_burst.transport.groups import Groups, make_groups, nodes_of_ranks
@@ -63,9 +65,6 @@ def cluster_file(name: str, device: torch.device) -> str:
     nics = [rate / 8 for rate in hardware.fastest_ports().values()]
     nics_per_node = max(1, min(gpus, len(nics)))
     rates = measured(device)
-    peak, how_peak = peak_tflops(model), "data sheet"
-    if peak is None:
-        peak, how_peak = 1.5 * rates["linear_tflops"], "made up: 1.5 x linear_tflops"
     known = {"within_gb_s": (rates["memory_gb_s"], "estimate", "one device alone")}
     known["nic_gb_s"] = 0.9, "estimate", "no port says its rate"
     if nics:
@@ -76,16 +75,29 @@ def cluster_file(name: str, device: torch.device) -> str:
     lines = [
         "# Written by megatron-burst plan --measure.",
         f"[{json.dumps(name)}]",
+        *_of_gpu(model, rates["linear_tflops"]),
         f"gpus_per_node = {gpus}",
         f"nics_per_node = {nics_per_node}",
         f"memory_gib = {memory / 2**30:.1f}  # {whose}",
         f"host_gib = {of_host / 2**30:.1f}",
-        f"peak_tflops = {peak:.5g}  # {how_peak}",
         f"\n[{json.dumps(name)}.rates]",
     ]
     for rate, (value, *source) in known.items():
         lines.append(f"{rate} = [{value:.5g}, {', '.join(map(json.dumps, source))}]")
     return "\n".join(lines) + "\n"
+
+
+def _of_gpu(model: str, linear_tflops: float) -> list[str]:
+    """Return the lines of what nothing here measures: peak, FP8, NVLinks, channels of NCCL."""
+    clusters = Configs.read().clusters
+    for name, gpu in ((name, table.get("gpu", "")) for name, table in clusters.items()):
+        if gpu and re.search(rf"\b{gpu}\b(?!.*(PCIe|NVL))", model):
+            return [f'base = "{name}"  # for what is not measured: peak, FP8, NVLinks, channels']
+    peak, how = peak_tflops(model), "data sheet"
+    if peak is None:
+        peak, how = 1.5 * linear_tflops, "made up: 1.5 x linear_tflops"
+    unknown = "# NCCL's memory is not counted without nvlinks, channels and channel_gb_s."
+    return [unknown, f"peak_tflops = {peak:.5g}  # {how}"]
 
 
 def measured(device: torch.device) -> dict[str, float]:
