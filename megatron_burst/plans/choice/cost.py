@@ -148,4 +148,4 @@ def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic, machine: Machine) 
 
 def visible_pairs(mask: Mask, tokens: int) -> int:
     """Return how many (query, key) pairs of a sequence the mask lets through."""
-    return sum(tile.pairs for tile in Tiling(contiguous(tokens, 1), mask)(0, 0))
+    return int(Tiling(contiguous(tokens, 1), mask)(0, 0).cells.pairs.sum())

@@ -7,7 +7,6 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.schedules.assembly import assemble
 from megatron_burst.plans.schedules.plan import Channel, Hop, Kind, Plan, Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
@@ -121,4 +120,4 @@ class Schedule(ABC):
 
     def _plan(self, rank: int, *, backward: bool) -> Plan:
         hops, tiles = self.hops(rank, backward=backward), self.tiles(rank, backward=backward)
-        return assemble(rank, hops, tiles)
+        return Plan.of(rank, hops, tiles)

@@ -1,5 +1,6 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -10,12 +11,14 @@ from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.kv_or_latents import choose_keys
 from megatron_burst.plans.choice.planning import Choice, Offer, choose
 from megatron_burst.plans.choice.timing import Links, PassTime, exchange, pass_time
-from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.plan import Item, Kind, Plan
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.plan.communicators import reached, reached_by_heads
 from megatron_burst.tools.plan.workload import Ring, Workload
+from megatron_burst.transport.arrangement import UNIT, Stay, arrange
+from megatron_burst.transport.lowered import Lowered
 
 
 class Pass(NamedTuple):
@@ -127,7 +130,30 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     alike = np.packbits(np.concatenate(rows), axis=0).T
     ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
     plans = [schedule.backward(rank) for rank in ranks]
-    return frozenset((*plan.most_buffered.elements(), *plan.most_sums.elements()) for plan in plans)
+    held = (most_arrived(plan) + _most_sums(plan) for plan in plans)
+    return frozenset(tuple(each.elements()) for each in held)
+
+
+def most_arrived(plan: Plan) -> Counter[Kind]:
+    """Return of each kind how many messages that arrive need memory at a time, at the most."""
+    stays = defaultdict[Kind, list[Stay]](list)
+    for kind, (begin, end, _) in Lowered("", plan, lambda _: [], str).arrivals:
+        stays[kind].append(Stay(begin, end, UNIT))
+    return Counter({kind: arrange(some)[1] // UNIT for kind, some in stays.items()})
+
+
+def _most_sums(plan: Plan) -> Counter[Kind]:
+    """Return of each kind how many of others' results arrivals are being added to, at the most."""
+    begun: dict[Item, int] = {}
+    there: dict[Kind, Counter[int]] = defaultdict(Counter)  # by step
+    for step in plan.steps:
+        for send in step.sends:
+            steps = range(begun.pop(send.item.sum, send.lands) + 1, send.lands + 1)
+            there[send.item.kind].update(steps)
+        for receive in step.receives:
+            if receive.item.kind.is_result and receive.item.owner != plan.rank:
+                begun.setdefault(receive.item.sum, receive.lands)
+    return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
 
 
 def _chunked(load: Workload, *, backward: bool) -> Pass:
