@@ -2,9 +2,11 @@
 
 import itertools
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.mesh import meshes
@@ -92,7 +94,7 @@ def test_a_rank_finds_its_own_messages_and_what_all_send_and_compute(grid: Grid)
     for number, tiling in enumerate(tilings(grid.ranks)):
         for schedule in some(schedules(tiling, grid), 3, number % 3):
             for backward in (False, True):
-                by_tiles = Schedule.work(schedule, backward=backward)
+                by_tiles = work_of_tiles(schedule, backward)
                 for found, each in zip(schedule.work(backward=backward), by_tiles, strict=True):
                     assert np.array_equal(found[: len(each)], each) and not found[len(each) :].any()
             every = (m for b in (False, True) for m in schedule.messages(backward=b))
@@ -104,6 +106,22 @@ def test_a_rank_finds_its_own_messages_and_what_all_send_and_compute(grid: Grid)
                 sizes = {kind: n * tiling.local_tokens for kind, n in A_ROW.items()}
                 for summed in (False, True):
                     assert loads(messages, sizes, tiling, summed) == counted(hops, tiling)
+
+
+def work_of_tiles(schedule: Schedule, backward: bool) -> NDArray[np.int64]:
+    """Count them rank by rank: pairs, rows of queries and of keys, visitors; [4, step, rank]."""
+    every = [schedule.tiles(rank, backward=backward) for rank in range(schedule.tiling.ranks)]
+    found = np.zeros((4, 1 + max(step for tiles in every for step in tiles), len(every)), np.int64)
+    for rank, tiles in enumerate(every):
+        last = rank
+        for step in sorted(tiles):
+            blocks = [block for block in tiles[step] if len(block)]
+            for cells in (block.cells for block in blocks):
+                found[:3, step, rank] += cells.pairs.sum(), *cells.sizes.sum(axis=0)
+            visitors = [*dict.fromkeys(b.query_owner for b in blocks if b.query_owner != rank)]
+            found[3, step, rank] = sum(a != b for a, b in pairwise([last, *visitors]))
+            last = [last, *visitors][-1]
+    return found
 
 
 def loads(

@@ -64,9 +64,9 @@ class Schedule(ABC):
         """What it is called in the log."""
 
     @property
-    @abstractmethod
     def pairs(self) -> NDArray[np.int64]:
-        """How many pairs of tokens each rank computes."""
+        """How many pairs of tokens each rank computes: all of what does not move."""
+        return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
 
     @abstractmethod
     def messages(self, *, backward: bool) -> tuple[Messages, ...]:
@@ -102,10 +102,9 @@ class Schedule(ABC):
         """Max / mean over the ranks of the pairs that they compute; 1.0 is perfect."""
         return float(self.pairs.max() / self.pairs.mean()) if self.pairs.any() else 1.0
 
+    @abstractmethod
     def work(self, *, backward: bool) -> Work:
-        """Count what all ranks compute; a schedule may do so faster than tile by tile."""
-        ranks = range(self.tiling.ranks)
-        return Work.of([self.tiles(rank, backward=backward) for rank in ranks])
+        """Count what all ranks compute."""
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""
