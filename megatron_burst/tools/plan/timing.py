@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.kv_or_latents import choose_keys
-from megatron_burst.plans.choice.planning import Choice, Offer, choose
+from megatron_burst.plans.choice.planning import Choice, Offer
 from megatron_burst.plans.choice.timing import Links, PassTime, exchange, pass_time
 from megatron_burst.plans.schedules.plan import Item, Kind, Plan
 from megatron_burst.plans.schedules.tiles import Tiling
@@ -80,16 +80,9 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
 
     That has latents in multi-latent attention, where they are faster.
     """
-    tiling, config = _tiling(ring.layout, ring.mask), ring.config
-    limit = config.memory_limit(ring.card)
-
-    heads = replace(ring.shape, latents=None)
-    links = Links(ring.nodes, heads, ring.machine, ring.beside)
-
-    def choose_for(shape: Shape) -> Choice:
-        return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit, links=links)
-
-    return choose_keys(choose_for, links, ring.shape.latents, config)[:2]
+    links = Links(ring.nodes, replace(ring.shape, latents=None), ring.machine, ring.beside)
+    given = ring.config, _tiling(ring.layout, ring.mask), ring.grid, links
+    return choose_keys(*given, ring.shape.latents, ring.config.memory_limit(ring.card))[:2]
 
 
 @lru_cache(maxsize=64)
