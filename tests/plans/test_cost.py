@@ -89,7 +89,7 @@ class Sent:
     def hops(self, rank: int | None = None) -> list[Hop]:
         raise NotImplementedError
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
         step = np.zeros(1, np.int64)
         one = [x[None] for x in (self.sources, self.targets)]
         return Loads(*one, np.full_like(one[0], sizes[Kind.KV]), step, step)

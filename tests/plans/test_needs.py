@@ -104,7 +104,8 @@ def test_a_rank_finds_its_own_messages_and_what_all_send_and_compute(grid: Grid)
                     ours = [hop for hop in hops if rank in (hop.source, hop.target)]
                     assert messages.hops(rank) == ours, (schedule, rank)
                 sizes = {kind: n * tiling.local_tokens for kind, n in A_ROW.items()}
-                assert loads(messages, sizes, tiling) == counted(hops, tiling)
+                for summed in (False, True):
+                    assert loads(messages, sizes, tiling, summed) == counted(hops, tiling)
 
 
 def work_of_tiles(schedule: Schedule, backward: bool) -> NDArray[np.int64]:
@@ -123,9 +124,11 @@ def work_of_tiles(schedule: Schedule, backward: bool) -> NDArray[np.int64]:
     return found
 
 
-def loads(messages: Messages, sizes: dict[Kind, int], tiling: Tiling) -> Counter[tuple[int, int]]:
+def loads(
+    messages: Messages, sizes: dict[Kind, int], tiling: Tiling, summed: bool
+) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
-    given = messages.loads(sizes, tiling.local_tokens)
+    given = messages.loads(sizes, tiling.local_tokens, summed=summed)
     assert len(given.leaves) == len(given.lands) == len(given.sizes)
     for ends_and_size in zip(*map(np.ravel, given[:3]), strict=True):
         source, target, size = map(int, ends_and_size)

@@ -133,9 +133,11 @@ def traffic(
     node, ranks = np.array([number[node] for node in nodes]), len(nodes)
     sent, through_nic = np.zeros(ranks), np.zeros(ranks)
     for some in messages:
-        sources, targets, size = map(np.ravel, some.loads(sizes, local_tokens)[:3])
-        sent += np.bincount(sources, size, ranks)
-        through_nic += np.bincount(sources, size * (node[sources] != node[targets]), ranks)
+        sources, targets, size, *_ = some.loads(sizes, local_tokens, summed=True)
+        goes = size.nonzero()  # of few pairs of ranks under a sparse mask
+        source, size = sources[goes], size[goes]
+        sent += np.bincount(source, size, ranks)
+        through_nic += np.bincount(source, size * (node[source] != node[targets[goes]]), ranks)
     return Traffic(int(sent.max()), int(through_nic.max()))
 
 

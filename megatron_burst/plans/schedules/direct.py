@@ -106,7 +106,7 @@ class _DirectMessages:
         ordered = found[:, np.lexsort((found[2], found[0]))].T.tolist()
         return [self._hop(*needed) for needed in ordered]
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
         """Return all of them, [distance - 1, owner]."""
         users = stations(self.schedule.grid)[1:]
         owners = np.broadcast_to(np.arange(users.shape[1]), users.shape)

@@ -45,8 +45,8 @@ class Route:
     """[leg, owner]: whether anything goes that way."""
     parts: Ints
     """[pass, owner, 2]: which of its rows go, see `part_of`. Of one pass: in all."""
-    length: int = 1
-    """How many stations a pass has, where its rows differ from pass to pass."""
+    length: int | None = None
+    """L, if legs between stations that are as far from each other lead from rank to rank alike."""
 
     def hops(self, rank: int | None = None) -> list[Hop]:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
@@ -61,15 +61,23 @@ class Route:
         owners, legs = np.array(ours, np.int64).reshape(-1, 2).T
         return self._hops(itertools.compress(ours, self.used[legs, owners].tolist()))
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
-        """Return all of them, [leg, owner]."""
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them, [leg, owner]; summed, legs that lead as far as each other as one."""
         starts, stops = np.moveaxis(self.parts, 2, 0)
         rows = np.where(stops > 0, stops - starts, local_tokens)  # [pass, owner]
         legs = [(sizes[leg.kind], *leg[1:3], *leg[4:]) for leg in self.legs]
         size, sources, targets, *steps = np.array(legs, np.int64).reshape(-1, 5).T
-        of_legs = rows[[self._pass_of(leg) for leg in self.legs]]
-        payload = size[:, None] * of_legs // local_tokens * self.used
-        return Loads(self.ranks[sources], self.ranks[targets], payload, *steps)
+        if not (summed and self.length and self.used.all() and (rows == local_tokens).all()):
+            of_legs = rows[[self._pass_of(leg) for leg in self.legs]]
+            payload = size[:, None] * of_legs // local_tokens * self.used
+            return Loads(self.ranks[sources], self.ranks[targets], payload, *steps)
+        ends = np.array(np.divmod((sources, targets), self.length))  # [pass and step, end, leg]
+        shape = [[len(self.ranks) // self.length], [self.length]]
+        way = np.ravel_multi_index((ends[:, 1] - ends[:, 0]) % shape, np.ravel(shape).tolist())
+        _, first, times = np.unique(way, return_index=True, return_counts=True)
+        steps = [step[first] for step in steps]
+        ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
+        return Loads(*ends_of, np.outer(times * size[first], rows[0] // local_tokens), *steps)
 
     def _hops(self, some: Iterable[Sequence[int]]) -> list[Hop]:
         """Return these messages, by owner and leg."""
@@ -85,7 +93,7 @@ class Route:
 
     def _pass_of(self, leg: Leg) -> int:
         """Return in which pass around nodes it is; a leg between nodes leads into it, or out."""
-        return 0 if len(self.parts) == 1 else max(leg.source, leg.target) // self.length
+        return 0 if len(self.parts) == 1 else max(leg.source, leg.target) // (self.length or 1)
 
 
 def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:

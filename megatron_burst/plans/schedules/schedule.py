@@ -32,8 +32,11 @@ class Messages(Protocol):
     def hops(self, rank: int | None = None) -> list[Hop]:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
 
-    def loads(self, sizes: Mapping[Kind, int], local_tokens: int) -> Loads:
-        """Return all of them; `sizes` are the bytes of a whole item, `local_tokens` its rows."""
+    def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:
+        """Return all of them; `sizes` are the bytes of a whole item, `local_tokens` its rows.
+
+        Where the steps do not matter, those between the same ranks may be `summed`.
+        """
 
 
 class Schedule(ABC):
