@@ -96,7 +96,7 @@ def test_a_host_that_is_slower_than_its_gpu_has_few_hops_and_few_peers() -> None
 
 
 def test_of_a_thousand_ranks_it_is_chosen_at_once() -> None:
-    """Some 0.2 s."""
+    """Some 0.2 s, where no degree is so good that others need not be timed."""
     nodes, slow = [rank // 8 for rank in range(1024)], replace(H100, nic_rate=2.8e9)
     begun = time.process_time()
     shape = replace(ANY, tokens=1024, kv_heads=4)

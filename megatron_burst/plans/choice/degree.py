@@ -12,12 +12,13 @@ from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import exchanged, head_groups, kv_head_copies
 from megatron_burst.plans.choice.machine import H100, Machine
 from megatron_burst.plans.choice.planning import choose, mib
-from megatron_burst.plans.choice.timing import Links, exchange
+from megatron_burst.plans.choice.timing import Links, exchange, least_seconds
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import by_node, choose_grid
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
 
+_WORTH = 0.99  # of the time of a larger degree; less is not worth the search
 _HELD = 3  # tensors of the size of q that a forward holds beside those of rings alone
 _RANKS = 128  # of a ring that is timed; one of more takes longer by as much
 _OF_RINGS = "backward", "topology"  # of no effect without
@@ -54,11 +55,14 @@ def choose_degree(
     if held > memory_limit:
         allowed = f"--burst-memory-mb allows {mib(memory_limit)}"
         return 1, f"another would hold {mib(held)} more, and {allowed}"
-    given = config, nodes, shape, memory_limit, machine
-    found = {size: _seconds(size, *given) for size in (*reversed(sizes), 1)}
+    found = dict[int, float]()
+    for size in (*reversed(sizes), 1):
+        timed = _Timed(config, nodes, shape, size, memory_limit, machine)
+        if not found or timed.at_least < _WORTH * min(found.values()):
+            found[size] = timed.seconds
     best = min(found, key=found.__getitem__)
     others = ", ".join(f"{1e3 * found[size]:.3g} ms with {size}" for size in found)
-    return best, f"reckoned for a layer's attention: {others}"
+    return best, f"reckoned for a layer's attention: {others}; more with others"
 
 
 def degrees(nodes: Sequence[Hashable], query_heads: int, kv_heads: int) -> list[int]:
@@ -80,44 +84,65 @@ def _divides(query_heads: int, kv_heads: int, size: int) -> bool:
         return False
 
 
-def _seconds(
-    size: int,
-    config: BurstConfig,
-    nodes: Sequence[Hashable],
-    shape: Shape,
-    memory_limit: float,
-    machine: Machine,
-) -> float:
-    """Return what a layer takes with a degree, by the schedules that are taken.
+class _Timed:
+    """What a degree takes, by what it does with rings of no more than `_RANKS`."""
 
-    A ring of more than `_RANKS` takes longer than one of these by as much, and its all-to-alls do
-    not.
-    """
-    nodes, rounds = _fewer(nodes, size)
-    groups, on_a_node = head_groups(nodes, size), len(by_node(nodes)[0])
-    of_rings = [nodes[members[0]] for members in groups.groups]
-    grid, _ = choose_grid(config.shape_of_rings, of_rings)
-    shape = exchanged(shape, size)
-    tokens = max(2, shape.tokens // size // 2 * 2) * len(nodes)
-    tiling = Tiling(groups.ring_layout(zigzag(tokens, len(nodes))), Mask.causal())
-    links = Links.of(of_rings, shape, machine, min(size, on_a_node))
-    choice = choose(config, tiling, grid, shape, of_rings, memory_limit, links)
-    swap = exchange(shape, size, on_a_node, machine)
-    found = sum(
-        max(swap.device + rounds * each.device, swap.host + rounds * each.host)
-        for each in choice.times(links)
-    )
-    if config.recompute_fraction is not None:  # layers whose outputs are saved repeat them
-        found += max(swap.device, swap.host)
-    return found * (machine.ring_slowness if len(of_rings) > 1 else 1.0)
+    def __init__(
+        self,
+        config: BurstConfig,
+        nodes: Sequence[Hashable],
+        shape: Shape,
+        size: int,
+        memory_limit: float,
+        machine: Machine,
+    ) -> None:
+        rows = by_node(nodes)
+        on_a_node = len(rows[0])
+        fewer = max(_RANKS * size // on_a_node, 1) * on_a_node
+        self._rounds = 1.0
+        if len(nodes) > fewer and all(len(row) == on_a_node for row in rows):
+            self._rounds = len(nodes) / fewer
+            nodes = [node for node in dict.fromkeys(nodes) for _ in range(on_a_node)][:fewer]
+        self._config, self._limit, self._machine = config, memory_limit, machine
+        self._groups, self._nodes = head_groups(nodes, size), nodes
+        self._beside, self._shape = min(size, on_a_node), exchanged(shape, size)
+        self._exchange = exchange(self._shape, size, on_a_node, machine)
 
+    @property
+    def at_least(self) -> float:
+        """Seconds without a ring's messages."""
+        ranks = len(self._groups.groups)
+        of_rings = [
+            (least_seconds(ranks, self._shape, self._machine, backward=back), ranks * hop)
+            for back, hop in zip((False, True), self._machine.hop_seconds, strict=True)
+        ]
+        return self._with_exchanges(of_rings)
 
-def _fewer(nodes: Sequence[Hashable], size: int) -> tuple[Sequence[Hashable], float]:
-    """Return the nodes of as many ranks as are timed, and how many times as many there are."""
-    rows = by_node(nodes)
-    on_a_node = len(rows[0])
-    fewer = max(_RANKS * size // on_a_node, 1) * on_a_node
-    if len(nodes) <= fewer or any(len(row) != on_a_node for row in rows):
-        return nodes, 1.0
-    every = [node for node in dict.fromkeys(nodes) for _ in range(on_a_node)]
-    return every[:fewer], len(nodes) / fewer
+    @property
+    def seconds(self) -> float:
+        """Of a forward and a backward by the schedules that are taken."""
+        of_rings = [self._nodes[members[0]] for members in self._groups.groups]
+        grid, _ = choose_grid(self._config.shape_of_rings, of_rings)
+        tokens = max(2, self._shape.tokens // self._groups.size // 2 * 2) * len(self._nodes)
+        tiling = Tiling(self._groups.ring_layout(zigzag(tokens, len(self._nodes))), Mask.causal())
+        links = Links.of(of_rings, self._shape, self._machine, self._beside)
+        given = self._config, tiling, grid, self._shape, of_rings
+        choice = choose(*given, memory_limit=self._limit, links=links)
+        slower = self._machine.ring_slowness if len(of_rings) > 1 else 1.0
+        return slower * self._with_exchanges([each[:2] for each in choice.times(links)])
+
+    def _with_exchanges(self, of_rings: Sequence[tuple[float, float]]) -> float:
+        """Return the seconds of passes, of which device and host are given without all-to-alls.
+
+        A ring of more ranks takes longer by as much, and its all-to-alls do not.
+        """
+        found = sum(
+            max(
+                self._exchange.device + self._rounds * device,
+                self._exchange.host + self._rounds * host,
+            )
+            for device, host in of_rings
+        )
+        # Recomputed layers whose outputs are saved repeat them.
+        again = self._config.recompute_fraction is not None
+        return found + again * max(self._exchange.device, self._exchange.host)

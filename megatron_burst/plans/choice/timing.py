@@ -54,6 +54,14 @@ def pass_time(schedule: Schedule, links: "Links", *, backward: bool) -> PassTime
     return PassTime(duration(messages, computing), of_host, float(of_most[0]), float(of_most[1]))
 
 
+def least_seconds(ranks: int, shape: Shape, machine: Machine, *, backward: bool) -> float:
+    """Return what rings of so many ranks take at least, causal in zigzag: without any message."""
+    tokens = shape.tokens
+    rows = np.array([[round(tokens * (1 + 0.75 * (ranks - 1)))]])  # a tile of others has 3/4
+    work = Work(np.array([[tokens * tokens * ranks // 2]]), rows, rows, np.zeros_like(rows))
+    return float(sum(each.sum() for each in _computing(work, shape, machine, backward=backward)))
+
+
 def _computing(
     work: Work, shape: Shape, machine: Machine, *, backward: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
