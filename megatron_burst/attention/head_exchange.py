@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.plans.schedules.assembly import assemble
 from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Plan
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.comm import Communicator
@@ -37,7 +36,7 @@ def exchange_plan(rank: int, ranks: int) -> Plan:
         for source in (rank, (rank - distance) % ranks):
             target = (source + distance) % ranks
             hops.append(Hop(_share(source, target), source, target, Channel.HEADS, 0, group))
-    return assemble(rank, hops, {})
+    return Plan.of(rank, hops, {})
 
 
 def _share(source: int, target: int) -> Item:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.protocol import Packing
 from megatron_burst.plans.schedules.batches import Known, TileBatch, batches_of
-from megatron_burst.plans.schedules.plan import Part, Plan, Receive, Send, Tiles
+from megatron_burst.plans.schedules.plan import Part, Plan, Tiles
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.transport.lowered import Block
@@ -64,10 +64,8 @@ def launches_of(plans: Sequence[Plan], batch: int, device: torch.device) -> list
 
 def own_parts(plans: Sequence[Plan], device: torch.device) -> Parts:
     """Return the parts of a rank's own tensors in its plans, their tables on the device."""
-    parts = set[Part]()
-    for plan in plans:
-        moved: tuple[Send | Receive, ...] = (*plan.sends, *plan.receives)
-        parts |= {some.item.part for some in moved if some.item.owner == plan.rank}
+    moved = ((plan.rank, transfer.item) for plan in plans for transfer in plan.transfers)
+    parts = {item.part for rank, item in moved if item.owner == rank}
     return {part: _rows(part, device) for part in parts if part}
 
 

@@ -17,7 +17,7 @@ from megatron_burst.config import GradDtype
 from megatron_burst.kernels import select_kernel
 from megatron_burst.plans.choice.cost import LatentShape, Shape, room_pays
 from megatron_burst.plans.choice.kv_or_latents import choose_keys
-from megatron_burst.plans.choice.planning import Choice, choose
+from megatron_burst.plans.choice.planning import Choice
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.gc_pause import without_gc
 from megatron_burst.plans.schedules.plan import Kind
@@ -139,15 +139,6 @@ def _choose(
     context: BurstContext, tiling: Tiling, asked: CallSignature
 ) -> tuple[Choice, Shape, str]:
     """Choose what travels and how; return for the log what does not."""
-    config = context.config
-    shape = asked.shape(config.grad_dtype)
+    config, shape = context.config, asked.shape(context.config.grad_dtype)
     links = Links.of(context.nodes, shape, context.machine, context.beside)
-
-    def choose_for(shape: Shape) -> Choice:
-        return choose(
-            *(config, tiling, context.grid, shape, context.nodes),
-            memory_limit=context.memory_limit,
-            links=links,
-        )
-
-    return choose_keys(choose_for, links, asked.latents, config)
+    return choose_keys(config, tiling, context.grid, links, asked.latents, context.memory_limit)

@@ -6,7 +6,6 @@ import torch
 
 from megatron_burst.config import GradDtype
 from megatron_burst.kernels import Request
-from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plans.choice.cost import LatentShape, Shape
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
@@ -68,19 +67,9 @@ class CallSignature(NamedTuple):
 
     def shape(self, sent_as: GradDtype) -> Shape:
         """Return what decides the bytes that are sent."""
-        wide = accumulation_dtype(self.dtype)
-        sums_as = self.dtype if sent_as is GradDtype.MODEL else wide
-        return Shape(
-            tokens=self.q[0] * self.q[1],
-            query_heads=self.q[2],
-            kv_heads=self.k[2],
-            head_dim=self.k[3],
-            value_head_dim=self.v[3],
-            element_bytes=self.dtype.itemsize,
-            gradient_bytes=sums_as.itemsize,
-            row_bytes=wide.itemsize,
-            sends_raw=sent_as is GradDtype.AUTO,
-        )
+        batch, tokens, heads, _ = self.q
+        sizes = (heads, self.k[2]), (self.k[3], self.v[3])
+        return Shape.of(batch * tokens, *sizes, self.dtype.itemsize, sent_as)
 
     def request(self, *, is_banded: bool) -> Request:
         """Return what a kernel is asked to serve."""

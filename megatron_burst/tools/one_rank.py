@@ -85,7 +85,8 @@ class OneRank:
         self.tensors: Tensors = self._q, k, v, self._dout
         self.call = prepare(context, self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
         self._keys = KeysAndValues(self.call.forward_plan.rank, k, v)
-        self.pairs = sum(tile.pairs for tile in self.call.forward_plan.tiles)
+        blocks = (tiles for step in self.call.forward_plan.steps for tiles in step.blocks)
+        self.pairs = sum(int(tiles.cells.pairs.sum()) for tiles in blocks)
         self.result: tuple[Tensor, Tensor] | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:

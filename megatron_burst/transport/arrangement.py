@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_UNIT = 256  # bytes, of which a place is a multiple
+UNIT = 256  # bytes, of which a place is a multiple
 
 
 class Stay(NamedTuple):
@@ -33,6 +33,6 @@ def arrange(stays: Sequence[Stay]) -> tuple[list[int], int]:
             if place + stay.size <= start:
                 break
             place = max(place, int(stop))
-        starts[done], stops[done] = place, place - (-stay.size // _UNIT) * _UNIT
+        starts[done], stops[done] = place, place - (-stay.size // UNIT) * UNIT
         places[numbers[done]] = place
     return places, int(stops.max(initial=0))

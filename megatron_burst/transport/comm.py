@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Send
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Send, Transfer
 from megatron_burst.transport.agreement import Agreement
 from megatron_burst.transport.backend import backend_of, is_by_gloo, nccl_limit
 from megatron_burst.transport.errors import CommunicationError
-from megatron_burst.transport.lowered import Batch, Block, Form, Lowered, LoweredStep, Transfer
+from megatron_burst.transport.lowered import Batch, Block, Form, Lowered, LoweredStep
 from megatron_burst.transport.memory import MessageMemory, message_of
 from megatron_burst.transport.pinned import pinned_like
 from megatron_burst.transport.profiling import span

@@ -6,21 +6,20 @@ rank's own blocks, in a piece of memory of their own.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send
+from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send, Transfer
 from megatron_burst.transport.arrangement import Stay, arrange
 
 _CHANNELS = list(Channel)
 _TENSOR = 16  # bytes, of which the place of a tensor is a multiple
 
 type Block = tuple[Tensor, ...]  # the tensors of an item
-type Transfer = Send | Receive
 
 
 class Form(NamedTuple):
@@ -119,8 +118,7 @@ class Lowered:
         name_of: Callable[[Transfer], str],
     ) -> None:
         self.name, self._plan, self._name_of = name, plan, name_of
-        moved: list[Transfer] = [*plan.receives, *plan.sends]
-        items = dict.fromkeys(transfer.item for transfer in moved)
+        items = dict.fromkeys(transfer.item for transfer in plan.transfers)
         self._forms = {item: list(forms(item)) for item in items}
         self._stays: list[Stay] = []
         self._stay_of: dict[tuple[int, Transfer], int] = {}  # by the step that posts it
@@ -129,6 +127,13 @@ class Lowered:
         self._begins, self.size = arrange(self._stays)
         self.sent_in_place = {send.item.kind for send in plan.sends if self._is_in_place(send)}
         """The kinds of the rank's own blocks that are sent from where they are."""
+
+    @property
+    def arrivals(self) -> Iterator[tuple[Kind, Stay]]:
+        """The kind of what arrives, and for how long its memory is needed."""
+        for (_, transfer), number in self._stay_of.items():
+            if isinstance(transfer, Receive):
+                yield transfer.item.kind, self._stays[number]
 
     def _find_stays(self) -> None:
         there: dict[Item, int] = {}  # the stays of blocks that have landed, or were written

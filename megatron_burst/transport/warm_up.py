@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_burst.plans.schedules.plan import Channel, Plan, Receive, Send
+from megatron_burst.plans.schedules.plan import Channel, Plan, Send
 from megatron_burst.transport.backend import nccl_of
 from megatron_burst.transport.errors import named_errors
 
@@ -86,12 +86,10 @@ class Connections:
     def _ways(self, plans: Iterable[Plan]) -> Iterable[Way]:
         """Return each way once, in the order of the plans."""
         ways = dict[Way, None]()
-        for plan in plans:
-            moved: tuple[Send | Receive, ...] = (*plan.receives, *plan.sends)
-            for each in moved:
-                if each.channel in self._backends:
-                    peer = self._ranks[each.channel][each.peer]
-                    ways[Way(each.channel, isinstance(each, Send), peer)] = None
+        for each in (transfer for plan in plans for transfer in plan.transfers):
+            if each.channel in self._backends:
+                peer = self._ranks[each.channel][each.peer]
+                ways[Way(each.channel, isinstance(each, Send), peer)] = None
         return ways
 
     def _connect(self, channel: Channel, ways: Sequence[Way]) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pages import parser
 from plot import save
 
-from megatron_burst.plans.schedules.plan import Channel, Plan, Send, Tile
+from megatron_burst.plans.schedules.plan import Channel, Plan, Send, Tiles
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
@@ -41,15 +41,15 @@ DASHES = (0, (3.2, 1.8))  # of gradients
 BETWEEN = (Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN)
 
 
-def scores(layout: Layout, rank: int, tiles: Sequence[Tile]) -> NDArray[np.int_]:
+def scores(layout: Layout, rank: int, blocks: Sequence[Tiles]) -> NDArray[np.int_]:
     """Return the score matrix: 0 masked, 1 visible, 2 to the rank's queries, 3 + owner computed."""
     drawn = np.tril(np.ones((layout.tokens, layout.tokens), int))
     drawn[layout.positions(rank)] *= 2
-    for tile in tiles:
-        queries = layout.positions(tile.query_owner)[tile.query_rows.rows]
-        keys = layout.positions(tile.key_owner)[tile.key_rows.rows]
-        i, j = tile.band.visible(len(queries), len(keys)).nonzero()
-        drawn[queries[i], keys[j]] = 3 + tile.key_owner
+    for tiles, cell in ((some, cell) for some in blocks for cell in some.cells):
+        queries = layout.positions(tiles.query_owner)[cell.queries.rows]
+        keys = layout.positions(tiles.key_owner)[cell.keys.rows]
+        i, j = cell.band.visible(len(queries), len(keys)).nonzero()
+        drawn[queries[i], keys[j]] = 3 + tiles.key_owner
     return drawn
 
 
@@ -92,9 +92,9 @@ def draw_plans(axes: Axes, title: str, plans: Sequence[Plan], ring: Ring, top: f
             axes.text(0.12, y - 0.05, f"node {node}", color=GREY)
         for number, step in enumerate(plan.steps):
             x, _ = corner(grid, rank, number, top)
-            if step.tiles:
-                draw_scores(axes, scores(layout, rank, step.tiles), x, y, MATRIX)
-            for owner in {tile.key_owner for tile in step.tiles}:
+            if step.blocks:
+                draw_scores(axes, scores(layout, rank, step.blocks), x, y, MATRIX)
+            for owner in {tiles.key_owner for tiles in step.blocks}:
                 words = "own keys" if owner == rank else f"keys of rank {owner}"
                 label(axes, x, y - 0.05, words, owner)
             for send in step.sends:

@@ -27,7 +27,7 @@ def test_every_pair_of_ranks_exchanges_one_part_in_one_step(ranks: int) -> None:
     assert set(sent) == set(received) == everything
     for plan in plans:
         (step,) = plan.steps
-        assert len({receive.buffer for receive in step.receives}) == ranks - 1
+        assert len(step.receives) == ranks - 1
         assert {s.channel for s in plan.sends} == {Channel.HEADS}
 
 

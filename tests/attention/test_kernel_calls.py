@@ -21,6 +21,7 @@ from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.plans.visibility.layout import Layout, segmented_zigzag, zigzag
 from tests.fake_ring import EmptyKernel, count
+from tests.plans.simulator import tiles_of
 from tests.tier import slow_if
 
 RINGS: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def test_a_step_of_a_thousand_documents_takes_few_calls(
     )
     assert max(forward) <= 2 and max(backward) <= 3
     assert kernel.calls == {"forward": sum(forward), "backward": sum(backward)}
-    tiles = max(len(step.tiles) for step in call.forward_plan.steps)
+    tiles = max(len(tiles_of(step)) for step in call.forward_plan.steps)
     assert tiles > 1000 // ranks - 10, "the case is of many tiles"
     sent = {(send.peer, send.item.kind) for send in call.backward_plan.sends}
     if is_direct:

@@ -32,7 +32,7 @@ from megatron_burst.plans.visibility.layout import (
 )
 from megatron_burst.transport.links import machine_here
 from tests.plans.masks import LAYOUTS, Masking
-from tests.plans.simulator import bytes_sent
+from tests.plans.simulator import bytes_sent, tiles_of
 from tests.tier import examples, one_in
 from tests.workers import Team, WorkerPool
 
@@ -164,7 +164,7 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
     replies = workers.run(4, counted, place, masking, fraction)
     for rank, reply in enumerate(replies):
         again, backward = early.plans(rank)[0], whole.plans(rank)[1]
-        assert reply["pairs"] == sum(tile.pairs for tile in again.tiles)
+        assert reply["pairs"] == sum(tile.pairs for tile in tiles_of(again))
         sent = bytes_sent(again, shape.item_bytes(backward=False), LOCAL)
         assert reply["sent"] == sent + bytes_sent(backward, shape.item_bytes(), LOCAL)
         rows = LOCAL - first_saved_row(layout, rank, stop)
@@ -182,7 +182,7 @@ def test_half_of_a_causal_sequence_is_a_quarter_of_the_work_and_half_of_the_byte
 
     early, whole = plans(Mask(True, query_stop=256)), plans(Mask.causal())
     sizes = shape.item_bytes(backward=False)
-    pairs = [sum(tile.pairs for plan in p for tile in plan.tiles) for p in (early, whole)]
+    pairs = [sum(tile.pairs for plan in p for tile in tiles_of(plan)) for p in (early, whole)]
     assert pairs[0] / pairs[1] == pytest.approx(0.25, abs=0.01)
     for few, all_ in zip(early, whole, strict=True):
         assert bytes_sent(few, sizes, 128) <= bytes_sent(all_, sizes, 128) / 2
@@ -191,7 +191,7 @@ def test_half_of_a_causal_sequence_is_a_quarter_of_the_work_and_half_of_the_byte
 def uneven(layout: Layout, stop: int) -> float:
     tiling = Tiling(layout, Mask(True, query_stop=stop))
     ranks = range(layout.ranks)
-    pairs = [sum(t.pairs for k in ranks for t in tiling(q, k)) for q in ranks]
+    pairs = [sum(int(tiling(q, k).cells.pairs.sum()) for k in ranks) for q in ranks]
     return max(pairs) / min(pairs) if min(pairs) else float("inf")
 
 

@@ -153,7 +153,7 @@ def test_what_arrives_is_read_at_once_and_not_kept(item: Item) -> None:
 def test_a_part_arrives_at_home_where_it_belongs(part: Part) -> None:
     sums, item = make_sums(), OWN._replace(part=part)
     assert sums.forms(item)[0].shape[1] == 3
-    plan = Plan(RANK, (Step((Receive(item, 0, Channel.GRADIENT_WITHIN, 0, 0),)),))
+    plan = Plan(RANK, (Step((Receive(item, 0, Channel.GRADIENT_WITHIN, 0),)),))
     parts = own_parts([plan], torch.device("cpu"))
     for value in (1.0, 10.0):
         sums.take(item, partial(Interval(0, 3), value), parts)

@@ -9,24 +9,57 @@ from megatron_burst.plans.schedules.plan import (
     Channel,
     Item,
     Kind,
+    Part,
     Plan,
     Receive,
     Send,
     Step,
-    Tile,
     Tiles,
+    Transfer,
 )
+from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.cells import Cell, Cells
-from megatron_burst.plans.visibility.interval import union_of
+from megatron_burst.plans.visibility.interval import Interval, union_of
+from megatron_burst.tools.plan.timing import most_arrived
 
 type _Sum = Counter[Tile]
-type _Buffer = tuple[Kind, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of one rank's queries against rows of one rank's keys, as `Tiles` has them."""
+
+    query_owner: int
+    key_owner: int
+    query_rows: Interval
+    key_rows: Interval
+    band: Band
+    query_part: Part = ()
+    key_part: Part = ()
+
+    def __post_init__(self) -> None:
+        queries, keys = self.query_rows.length, self.key_rows.length
+        assert self.band.reaches_all(queries, keys), f"{self} has queries that see nothing"
+
+    @property
+    def pairs(self) -> int:
+        return self.band.pairs(self.query_rows.length, self.key_rows.length)
+
+    def rows_of(self, kind: Kind) -> Interval:
+        return self.key_rows if kind is Kind.KV else self.query_rows
+
+
+def tiles_of(some: Plan | Step | Tiles) -> list[Tile]:
+    """Return all tiles, in the order they are computed."""
+    if isinstance(some, Tiles):
+        owners, parts = (some.query_owner, some.key_owner), (some.query_part, some.key_part)
+        return [Tile(*owners, *cell, *parts) for cell in some.cells]
+    parts = some.steps if isinstance(some, Plan) else some.blocks
+    return [tile for part in parts for tile in tiles_of(part)]
 
 
 def blocks_of(tiles: Sequence[Tile]) -> list[Tiles]:
     """Return tiles block by block, in the order of the first of each."""
-    if isinstance(tiles, Tiles):
-        return [tiles]
     cells = defaultdict[tuple[Any, ...], list[Cell]](list)
     for tile in tiles:
         blocks = tile.query_owner, tile.key_owner, tile.query_part, tile.key_part
@@ -48,16 +81,16 @@ def bytes_sent(plan: Plan, sizes: Mapping[Kind, int], local_tokens: int = 0) -> 
 
 
 def bytes_held(plan: Plan, sizes: Mapping[Kind, int], backward: bool) -> int:
-    """Return the most bytes of buffers and of others' results; each has the size it is sent in."""
-    buffers = sum(sizes[kind] * number for kind, number in plan.most_buffered.items())
+    """Return the most bytes of what arrives and of others' results, of the sizes as sent."""
+    arrived = sum(sizes[kind] * number for kind, number in most_arrived(plan).items())
     sent_as = {send.item.sum: send.item.kind for send in plan.sends}
     sums, most = dict[Item, int](), 0
-    landing: dict[int, list[Receive | Send]] = defaultdict(list)
+    landing: dict[int, list[Transfer]] = defaultdict(list)
     for number, step in enumerate(plan.steps):
         for message in (*step.receives, *step.sends):
             if message.item.kind.is_result and message.item.owner != plan.rank:
                 landing[message.lands].append(message)
-        for item in (item for tile in step.tiles for item in results_of(tile, backward)):
+        for item in (item for tiles in step.blocks for item in results_of(tiles, backward)):
             if item.owner != plan.rank:
                 sums[item] = sizes[sent_as[item]]
         most = max(most, sum(sums.values()))
@@ -66,7 +99,7 @@ def bytes_held(plan: Plan, sizes: Mapping[Kind, int], backward: bool) -> int:
                 sums.pop(message.item.sum)
             else:
                 sums[message.item.sum] = sizes[message.item.sum.kind]
-    return buffers + most
+    return arrived + most
 
 
 class PlanError(Exception):
@@ -78,10 +111,10 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
 
     Checked: no tile is computed twice, and all together make up the `pairs` of tokens that the mask
     lets through, where these are given; a send meets a receive of the same item in the same order,
-    nobody waits for ever even where the batches of a rank go one by one (as on NCCL), no buffer is
-    overwritten while its content is needed or on its way, a tile reads only blocks that its rank
-    has, no sum of tiles is sent as a partial, nothing is left over, and every output (backward:
-    gradient) is at its owner at the end with each tile's partial in it exactly once.
+    nobody waits for ever even where the batches of a rank go one by one (as on NCCL), a tile reads
+    only blocks that its rank has, no sum of tiles is sent as a partial, nothing is left over, and
+    every output (backward: gradient) is at its owner at the end with each tile's partial in it
+    exactly once.
 
     Raises:
         PlanError: with the rank, the step and the item.
@@ -98,19 +131,18 @@ def simulate(plans: Sequence[Plan], *, backward: bool, pairs: int | None = None)
     _check_results(machine.ranks, backward)
 
 
-def results_of(tile: Tile, backward: bool) -> tuple[Item, ...]:
-    """Return what a tile adds to."""
-    return tile.gradients if backward else (tile.output,)
+def results_of(tiles: Tiles, backward: bool) -> tuple[Item, ...]:
+    """Return what tiles add to."""
+    return tiles.gradients if backward else (tiles.output,)
 
 
 @dataclass
 class _Message:
     """One transfer at one of its ends."""
 
-    transfer: Send | Receive
+    transfer: Transfer
     posted: int  # the step
     payload: _Sum = field(default_factory=Counter)  # of a gradient that is sent
-    buffer: _Buffer | None = None  # what must not be overwritten until it has landed
     other_end: "_Message | None" = None
     active: bool = False  # its batch is at the head of its rank's queue
 
@@ -129,14 +161,14 @@ class _Rank:
     backward: bool
     step: int = 0
     posted: bool = False
-    blocks: dict[Item, _Buffer | None] = field(default_factory=dict)  # None: the rank's own tensors
+    blocks: set[Item] = field(default_factory=set)
     unused: set[Item] = field(default_factory=set)  # blocks that arrived and were not looked at
     sums: dict[Item, _Sum] = field(default_factory=lambda: defaultdict(Counter))
     flying: list[_Message] = field(default_factory=list)
     queue: list[list[_Message]] = field(default_factory=list)  # batches that are not through
 
     def __post_init__(self) -> None:
-        self.blocks = {Item(kind, self.plan.rank): None for kind in (Kind.KV, Kind.QUERY)}
+        self.blocks = {Item(kind, self.plan.rank) for kind in (Kind.KV, Kind.QUERY)}
 
     @property
     def done(self) -> bool:
@@ -147,17 +179,17 @@ class _Rank:
         return self.plan.steps[self.step]
 
     def compute(self) -> None:
-        for tile in self.current.tiles:
-            for item in tile.blocks:
+        for tiles in self.current.blocks:
+            for item in tiles.blocks:
                 if item not in self.blocks:
                     raise self.error(f"computes with {item}, which it does not have")
                 self.unused.discard(item)
-            for item in results_of(tile, self.backward):
-                self.sums[item][tile] += 1
+            for item in results_of(tiles, self.backward):
+                self.sums[item].update(tiles_of(tiles))
 
     def post(self) -> list[_Message]:
         sends = [self._send(send) for send in self.current.sends]
-        receives = [self._receive(receive) for receive in self.current.receives]
+        receives = [self._fly(_Message(receive, self.step)) for receive in self.current.receives]
         # What goes together, and in which order, is as in `comm.Transfers.post`.
         batches: dict[tuple[Channel, int], list[_Message]] = defaultdict(list)
         for message in (*receives, *sends):
@@ -174,18 +206,10 @@ class _Rank:
             raise self.error(f"sends {item}, which it does not have")
         if not item.kind.is_result:
             self.unused.discard(item)
-            return self._fly(_Message(send, self.step, buffer=self.blocks[held]))
+            return self._fly(_Message(send, self.step))
         if item.kind is not item.sum.kind and _adds_twice(item.sum, self.sums[item.sum]):
             raise self.error(f"sends as {item} a sum of several tiles")
         return self._fly(_Message(send, self.step, self.sums.pop(item.sum)))
-
-    def _receive(self, receive: Receive) -> _Message:
-        buffer = (receive.item.kind, receive.buffer)
-        taken = [m.transfer.item for m in self.flying if m.buffer == buffer]
-        if taken:
-            raise self.error(f"receives {receive.item} over {', '.join(map(str, taken))}")
-        self.blocks = {item: held for item, held in self.blocks.items() if held != buffer}
-        return self._fly(_Message(receive, self.step, buffer=buffer))
 
     def _fly(self, message: _Message) -> _Message:
         self.flying.append(message)
@@ -208,12 +232,11 @@ class _Rank:
         item, arrived = receive.item, sent.transfer.item
         if arrived != item:
             raise self.error(f"expects {item} from rank {receive.peer}, gets {arrived}")
-        buffer = (item.kind, receive.buffer)
         if not item.kind.is_result:
             if item in self.unused:
                 raise self.error(f"gets {item} twice")
             self.unused.add(item)
-            self.blocks[item] = buffer
+            self.blocks.add(item)
             return
         at_home = item.owner == self.plan.rank
         item = item._replace(part=()) if at_home else item
@@ -296,7 +319,9 @@ class _Machine:
 def _check_tiles(plans: Sequence[Plan], pairs: int | None) -> None:
     computed: dict[Tile, str] = {}
     for plan in plans:
-        for number, tile in ((n, tile) for n, step in enumerate(plan.steps) for tile in step.tiles):
+        for number, tile in (
+            (n, tile) for n, step in enumerate(plan.steps) for tile in tiles_of(step)
+        ):
             where = f"rank {plan.rank}, step {number}"
             if tile in computed:
                 raise PlanError(f"{where}: computes {tile}, as does {computed[tile]}")
@@ -310,9 +335,9 @@ def _check_results(ranks: Sequence[_Rank], backward: bool) -> None:
     """Each tile adds to an output or two gradients; all must be at their owners, once."""
     expected: dict[Item, _Sum] = defaultdict(Counter)
     for rank in ranks:
-        for tile in rank.plan.tiles:
-            for item in results_of(tile, backward):
-                expected[item._replace(part=())][tile] += 1
+        for tiles in (tiles for step in rank.plan.steps for tiles in step.blocks):
+            for item in results_of(tiles, backward):
+                expected[item._replace(part=())].update(tiles_of(tiles))
     found = {item: total for rank in ranks for item, total in rank.sums.items()}
     for rank in ranks:
         for item in rank.sums:

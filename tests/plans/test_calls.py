@@ -1,9 +1,8 @@
 """Which tiles share a kernel call: every pair once, no row twice, few calls. (fast tier)"""
 
-import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,16 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.plans.schedules.batches import TileBatch, batches_of
-from megatron_burst.plans.schedules.plan import Tile
+from megatron_burst.plans.schedules.plan import Tiles
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.schedules.topology import flat_grid
+from megatron_burst.plans.visibility import cells
 from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.cells import Cells
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.plans.visibility.layout import segmented_zigzag, zigzag, zigzag_of_each
 from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, documents_of, maskings
-from tests.plans.simulator import blocks_of
+from tests.plans.simulator import Tile, blocks_of, tiles_of
 from tests.tier import examples
 
 
@@ -77,16 +78,20 @@ def test_the_calls_compute_the_tiles(
     tiling = Tiling(LAYOUTS[layout](tokens, ranks), data.draw(maskings(tokens)).mask)
     for key_owner in range(ranks):
         tiles = tiling(0, key_owner)
-        steps: list[Sequence[Tile]] = [tiles]
+        steps = [tiles]
         if key_owner == 0:
-            half, first, second = half_and_quarters(tiles)
-            expected = by_tiles(tiles, 4 * chunk)
-            end = [*first, *second]
-            assert torch.equal(by_tiles([*half, *end], 4 * chunk), expected)
-            steps += [half, end]
+            half, end = steps[1:] = in_two(tiles)
+            expected = by_tiles(tiles_of(tiles), 4 * chunk)
+            both = [*tiles_of(half), *tiles_of(end)]
+            assert torch.equal(by_tiles(both, 4 * chunk), expected)
         for some in steps:
-            expected = by_tiles(some, 4 * chunk)
-            assert torch.equal(computed(batches_of(blocks_of(some)), 4 * chunk), expected)
+            expected = by_tiles(tiles_of(some), 4 * chunk)
+            assert torch.equal(computed(batches_of([some]), 4 * chunk), expected)
+
+
+def in_two(tiles: Tiles) -> tuple[Tiles, Tiles]:
+    half, *quarters = half_and_quarters(tiles)
+    return half, tiles.having(Cells.concatenate([quarter.cells for quarter in quarters]))
 
 
 def documents(tokens: int, count: int, seed: int = 0) -> tuple[int, ...]:
@@ -102,11 +107,11 @@ def test_a_thousand_documents_take_two_calls_forward_and_three_backward(window: 
     )
     most: Counter[str] = Counter()
     for rank in range(ranks):
-        half, first, second = half_and_quarters(tiling(rank, rank))
-        steps = {"own": tiling(rank, rank), "half": half, "end": [*first, *second]}
+        half, end = in_two(own := tiling(rank, rank))
+        steps = {"own": own, "half": half, "end": end}
         others = (tiling(rank, other) for other in range(ranks) if other != rank)
-        found = {name: len(batches_of(blocks_of(tiles))) for name, tiles in steps.items()}
-        found["visit"] = max(len(batches_of(blocks_of(tiles))) for tiles in others)
+        found = {name: len(batches_of([tiles])) for name, tiles in steps.items()}
+        found["visit"] = max(len(batches_of([tiles])) for tiles in others)
         most |= Counter(found)
     assert most["own"] <= (2 if window is None else 3) and most["visit"] <= 2
     assert most["half"] <= 3 and most["end"] <= 3
@@ -117,18 +122,19 @@ def test_ranks_that_see_alike_share_what_is_made_of_it(monkeypatch: pytest.Monke
     ranks, lengths = 64, [128 * n for n in random.Random(0).choices(range(1, 40), k=500)]
     mask, known = Mask.causal(documents=documents_of(lengths)), dict[Any, Any]()
     ring, made = Ring(Tiling(zigzag_of_each(lengths, ranks), mask), flat_grid(ranks)), []
-    monkeypatch.setattr(Tile, "__post_init__", lambda tile: made.append(tile))
+    make = cells._cell
+    monkeypatch.setattr(cells, "_cell", lambda *cell: made.append(cell) or make(*cell))
     steps = [
         block
         for plan in (ring.forward(9), ring.backward(9))
         for step in plan.steps
         for block in step.blocks
     ]
-    calls = [call for tiles in steps for call in batches_of(blocks_of(tiles), known)]
+    calls = [call for tiles in steps for call in batches_of([tiles], known)]
     assert sum(map(len, steps)) > 60_000 and len(made) < 1000
     assert len({id(call.lengths) for call in calls}) < 12
     for tiles in steps[:4]:
-        (call,) = batches_of(blocks_of(tiles))
+        (call,) = batches_of([tiles])
         shared = next(c for c in calls if c.tile == call.tile and c.band == call.band)
         assert (call.queries, call.keys, call.lengths) == (
             *(shared.queries, shared.keys),
@@ -139,12 +145,12 @@ def test_ranks_that_see_alike_share_what_is_made_of_it(monkeypatch: pytest.Monke
 def test_documents_on_their_own_rank_are_causal_squares_of_one_slice() -> None:
     """One that lies in two chunks of a rank, with others between them or not, is one of them."""
     tiles = Tiling(zigzag(64, 4), Mask.causal(documents=(0, 3, 60, 64)))(0, 0)
-    assert [(*tile.query_rows, tile.band) for tile in tiles] == [
+    assert [(*cell.queries, cell.band) for cell in tiles.cells] == [
         (0, 3, Band.CAUSAL),
         (3, 12, Band.CAUSAL),
         (12, 16, Band.CAUSAL),
     ]
-    (call,) = batches_of(blocks_of(tiles))
+    (call,) = batches_of([tiles])
     assert call.queries == call.keys == (Interval(0, 16),)
     assert call.lengths == ((3, 3), (9, 9), (4, 4)) and call.band == Band.CAUSAL
 
@@ -152,8 +158,8 @@ def test_documents_on_their_own_rank_are_causal_squares_of_one_slice() -> None:
 def test_short_documents_under_a_window_go_with_the_long_ones() -> None:
     mask = Mask.causal(window=5, documents=documents_of([3, 8, 1, 6, 12, 2]))
     tiles = Tiling(zigzag(32, 1), mask)(0, 0)
-    assert len({tile.band for tile in tiles}) == 3
-    (call,) = batches_of(blocks_of(tiles))
+    assert len({cell.band for cell in tiles.cells}) == 3
+    (call,) = batches_of([tiles])
     assert call.band == Band(5, 0) and len(call.lengths) == 6
 
 
@@ -163,7 +169,7 @@ def test_blocks_that_see_the_same_are_one_sequence() -> None:
     table[:, 0] = True
     tiles = Tiling(zigzag(64, 1), Mask.causal(block_table=table))(0, 0)
     assert len(tiles) == 13
-    squares, full = batches_of(blocks_of(tiles))
+    squares, full = batches_of([tiles])
     assert squares.queries == (Interval(0, 64),) and squares.band == Band.CAUSAL
     assert (full.queries, full.keys) == ((Interval(16, 64),), (Interval(0, 8),))
 
@@ -174,7 +180,7 @@ def test_runs_of_keys_are_one_sequence() -> None:
     table[7, 7] = True
     tiles = Tiling(zigzag(64, 1), Mask.full(block_table=table))(0, 0)
     assert len(tiles) == 4
-    (call,) = batches_of(blocks_of(tiles))
+    (call,) = batches_of([tiles])
     assert call.lengths == ((8, 40),)
     assert call.keys == (Interval(0, 8), Interval(16, 24), Interval(32, 40), Interval(48, 64))
 
@@ -182,18 +188,17 @@ def test_runs_of_keys_are_one_sequence() -> None:
 def test_what_overlaps_goes_to_a_further_call() -> None:
     """Three chunks of a document see more and more of another rank's chunks."""
     tiles = Tiling(segmented_zigzag([16] * 4, 2), Mask.causal())(1, 0)
-    calls = batches_of(blocks_of(tiles))
+    calls = batches_of([tiles])
     assert len(tiles) > 2 and 1 < len(calls) <= len(tiles)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_one_or_two_tiles_stay_calls_of_their_own(ranks: int) -> None:
     tiling = Tiling(zigzag(64, ranks), Mask.causal())
-    half, first, second = half_and_quarters(tiling(0, 0))
-    for tiles in (tiling(0, 0), tiling(0, ranks - 1), half, [*first, *second]):
-        calls = batches_of(blocks_of(tiles))
+    for tiles in (tiling(0, 0), tiling(0, ranks - 1), *in_two(tiling(0, 0))):
+        calls = batches_of([tiles])
         found = [(call.queries, call.keys, call.band) for call in calls]
-        assert found == [((t.query_rows,), (t.key_rows,), t.band) for t in tiles]
+        assert found == [((queries,), (keys,), band) for queries, keys, band in tiles.cells]
         assert all(len(call.lengths) == 1 for call in calls)
 
 
@@ -213,11 +218,11 @@ def test_several_tiles_are_shared_out_by_whole_ones(lengths: list[int]) -> None:
     tokens = sum(lengths)
     tiles = Tiling(zigzag(tokens, 1), Mask.causal(documents=documents_of(lengths)))(0, 0)
     parts = half_and_quarters(tiles)
-    total = sum(tile.pairs for tile in tiles)
-    shares = [sum(tile.pairs for tile in part) / total for part in parts]
+    total = tiles.cells.pairs.sum()
+    shares = [part.cells.pairs.sum() / total for part in parts]
     assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.008)
-    pieces = [*itertools.chain(*parts)]
+    pieces = [tile for part in parts for tile in tiles_of(part)]
     cut = len(pieces) - len(tiles)
     assert cut <= 4  # two borders, and what is full left of the causal squares behind them
-    assert torch.equal(by_tiles(pieces, tokens), by_tiles(tiles, tokens))
+    assert torch.equal(by_tiles(pieces, tokens), by_tiles(tiles_of(tiles), tokens))
     assert not any(some.cells.is_banded for some in parts)

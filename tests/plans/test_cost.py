@@ -15,7 +15,7 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plans.simulator import bytes_sent, simulate
+from tests.plans.simulator import bytes_sent, simulate, tiles_of
 
 CHAIN, HOME = True, False
 SIZES = {Kind.KV: 1000, Kind.QUERY: 700, Kind.D_KV: 30, Kind.D_QUERY: 7}
@@ -166,7 +166,7 @@ def test_all_rows_of_a_tile_are_sent_to_its_node(kind: Kind) -> None:
         ring = Ring(Tiling(layout, mask), Grid(((0, 1), (2, 3), (4, 5))), kind, HOME)
         plans = [ring.backward(rank) for rank in range(6)]
         simulate(plans, backward=True, pairs=int(ring.pairs.sum()))
-        for tile in (tile for plan in plans for tile in plan.tiles):
+        for tile in (tile for plan in plans for tile in tiles_of(plan)):
             rows = tile.rows_of(kind)
             part = (tile.key_part if kind is Kind.KV else tile.query_part) or (rows,)
             assert any(p.start <= rows.start and rows.stop <= p.stop for p in part), tile

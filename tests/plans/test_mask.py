@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst.plans.choice.cost import visible_pairs
-from megatron_burst.plans.schedules.plan import Kind, Tile
+from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.interval import Interval, union_of
@@ -25,7 +25,7 @@ from megatron_burst.plans.visibility.layout import (
 )
 from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, Masking, documents_of, hard_maskings, maskings
-from tests.plans.simulator import blocks_of
+from tests.plans.simulator import Tile, blocks_of, tiles_of
 from tests.tier import examples
 
 
@@ -52,7 +52,7 @@ def assert_fits(tile: Tile) -> None:
 def check(layout: Layout, masking: Masking) -> None:
     tiling, visible = Tiling(layout, masking.mask), masking.visible(layout.tokens)
     for query_owner, key_owner in itertools.product(range(layout.ranks), repeat=2):
-        tiles = tiling(query_owner, key_owner)
+        tiles = tiles_of(tiling(query_owner, key_owner))
         found = sum(
             (rows_seen(tile, layout.local_tokens) for tile in tiles),
             start=torch.zeros(layout.local_tokens, layout.local_tokens, dtype=torch.int),
@@ -154,8 +154,8 @@ def pairs(length: int) -> Iterator[tuple[int, int]]:
 @given(tokens=st.integers(1, 24), data=st.data())
 def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObject) -> None:
     layout = LAYOUTS["contiguous"](tokens, 1)
-    for tile in Tiling(layout, data.draw(maskings(tokens)).mask)(0, 0):
-        parts = [*itertools.chain(*half_and_quarters(*blocks_of([tile])))]
+    for tile in tiles_of(Tiling(layout, data.draw(maskings(tokens)).mask)(0, 0)):
+        parts = [t for part in half_and_quarters(*blocks_of([tile])) for t in tiles_of(part)]
         for part in parts:
             assert_fits(part)
         found = sum((rows_seen(part, tokens) for part in parts), torch.zeros(tokens, tokens))

@@ -19,7 +19,7 @@ from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings
-from tests.plans.simulator import bytes_held, simulate
+from tests.plans.simulator import bytes_held, simulate, tiles_of
 from tests.plans.test_plan import make_grid
 from tests.tier import slow_if, some
 
@@ -56,7 +56,7 @@ def test_the_plans_fit_together_and_do_the_whole_work_once(grid: Grid) -> None:
             for backward in BOTH:
                 plans = plans_of(mesh, backward)
                 simulate(plans, backward=backward, pairs=pairs)
-                computed = [sum(tile.pairs for tile in plan.tiles) for plan in plans]
+                computed = [sum(tile.pairs for tile in tiles_of(plan)) for plan in plans]
                 assert computed == mesh.pairs.tolist(), (mesh.name, masking)
 
 

@@ -2,9 +2,11 @@
 
 import itertools
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.mesh import meshes
@@ -18,6 +20,7 @@ from megatron_burst.plans.visibility.interval import Interval, union_of
 from megatron_burst.plans.visibility.layout import striped
 from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings
+from tests.plans.simulator import tiles_of
 from tests.tier import some
 
 CHUNK = 4
@@ -58,21 +61,21 @@ def test_the_needs_are_those_of_the_tiles(grid: Grid) -> None:
     ranks = range(grid.ranks)
     for tiling in tilings(grid.ranks):
         needs = tiling.needs
-        computed = [sum(t.pairs for k in ranks for t in tiling(q, k)) for q in ranks]
+        computed = [sum(int(tiling(q, k).cells.pairs.sum()) for k in ranks) for q in ranks]
         assert np.array_equal(needs.pairs.sum(axis=1), computed)
         assert needs.is_banded == any(
             t.band.is_banded(t.query_rows.length, t.key_rows.length)
             for q in ranks
             for k in ranks
-            for t in tiling(q, k)
+            for t in tiles_of(tiling(q, k))
         )
         for kind, owner in itertools.product(BLOCKS, ranks):
             others: list[Interval] = []
             for user in ranks:
                 tiles = tiling.of_block(kind, owner, user)
-                rows = [tile.rows_of(kind) for tile in tiles]
+                rows = tiles.rows_of(kind)
                 others += rows if user != owner else []
-                assert bool(tiles) == bool(needs.users(kind)[owner, user]) or user == owner
+                assert bool(len(tiles)) == bool(needs.users(kind)[owner, user]) or user == owner
                 each, union = (sum(r.length for r in some) for some in (rows, union_of(rows)))
                 assert needs.once[kind][owner, user] == (each == union or user == owner)
                 if tiling.mask.is_sparse:
@@ -91,7 +94,7 @@ def test_a_rank_finds_its_own_messages_and_what_all_send_and_compute(grid: Grid)
     for number, tiling in enumerate(tilings(grid.ranks)):
         for schedule in some(schedules(tiling, grid), 3, number % 3):
             for backward in (False, True):
-                by_tiles = Schedule.work(schedule, backward=backward)
+                by_tiles = work_of_tiles(schedule, backward)
                 for found, each in zip(schedule.work(backward=backward), by_tiles, strict=True):
                     assert np.array_equal(found[: len(each)], each) and not found[len(each) :].any()
             every = (m for b in (False, True) for m in schedule.messages(backward=b))
@@ -103,6 +106,22 @@ def test_a_rank_finds_its_own_messages_and_what_all_send_and_compute(grid: Grid)
                 sizes = {kind: n * tiling.local_tokens for kind, n in A_ROW.items()}
                 for summed in (False, True):
                     assert loads(messages, sizes, tiling, summed) == counted(hops, tiling)
+
+
+def work_of_tiles(schedule: Schedule, backward: bool) -> NDArray[np.int64]:
+    """Count them rank by rank: pairs, rows of queries and of keys, visitors; [4, step, rank]."""
+    every = [schedule.tiles(rank, backward=backward) for rank in range(schedule.tiling.ranks)]
+    found = np.zeros((4, 1 + max(step for tiles in every for step in tiles), len(every)), np.int64)
+    for rank, tiles in enumerate(every):
+        last = rank
+        for step in sorted(tiles):
+            blocks = [block for block in tiles[step] if len(block)]
+            for cells in (block.cells for block in blocks):
+                found[:3, step, rank] += cells.pairs.sum(), *cells.sizes.sum(axis=0)
+            visitors = [*dict.fromkeys(b.query_owner for b in blocks if b.query_owner != rank)]
+            found[3, step, rank] = sum(a != b for a, b in pairwise([last, *visitors]))
+            last = [last, *visitors][-1]
+    return found
 
 
 def loads(

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.schedules.plan import Channel, Kind, Plan, Receive, Send, Tile
+from megatron_burst.plans.schedules.plan import Channel, Kind, Plan, Transfer
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
 from megatron_burst.plans.visibility.mask import Mask
+from megatron_burst.tools.plan.timing import most_arrived
 from tests.oracle import visible_pairs
-from tests.plans.simulator import bytes_held, simulate
+from tests.plans.simulator import Tile, bytes_held, simulate, tiles_of
 from tests.tier import is_thorough, slow_if, some
 
 CHUNK = 4
@@ -135,7 +136,7 @@ def naming(variant: Variant) -> Iterator[None]:
         raise
 
 
-def messages(plan: Plan) -> Iterator[tuple[int, Send | Receive]]:
+def messages(plan: Plan) -> Iterator[tuple[int, Transfer]]:
     """All messages with the step that posts them."""
     for number, step in enumerate(plan.steps):
         yield from ((number, message) for message in (*step.receives, *step.sends))
@@ -149,13 +150,13 @@ def test_the_plans_of_all_ranks_fit_together_and_do_the_whole_work_once(case: Ca
 
 @of_every_case
 def test_every_rank_computes_its_share(case: Case) -> None:
-    pairs = [sum(tile.pairs for tile in plan.tiles) for plan in case.plans]
+    pairs = [sum(tile.pairs for tile in tiles_of(plan)) for plan in case.plans]
     assert max(pairs) * len(pairs) <= 1.05 * sum(pairs)
     at_home = {
         Kind.KV: lambda tile: tile.query_owner,
         Kind.QUERY: lambda tile: tile.key_owner,
     }[case.variant.sent]
-    assert all(at_home(tile) == plan.rank for plan in case.plans for tile in plan.tiles)
+    assert all(at_home(tile) == plan.rank for plan in case.plans for tile in tiles_of(plan))
 
 
 @of_every_case
@@ -178,13 +179,11 @@ def test_every_rank_sends_and_receives_as_many_messages_as_the_formulas_say(case
 
 
 @of_every_case
-def test_few_buffers_are_enough(case: Case) -> None:
+def test_few_blocks_of_others_are_there_at_a_time(case: Case) -> None:
     variant, grid = case.variant, case.variant.grid
     flat = 1 in (grid.nodes, grid.ranks_per_node)
     for plan in case.plans:
-        most: Counter[Kind] = Counter()
-        for receive in plan.receives:
-            most[receive.item.kind] = max(most[receive.item.kind], receive.buffer + 1)
+        most = most_arrived(plan)
         blocks, gradients = most[variant.sent], most[variant.sent.gradient]
         if variant.gather:
             assert blocks == grid.ranks - 1
@@ -204,7 +203,7 @@ def test_no_rank_holds_more_than_is_said(case: Case) -> None:
 def test_tiles_are_computed_whenever_a_message_is_on_its_way(case: Case) -> None:
     for plan in case.plans:
         # An all-gather computes when all is there, which is what it is compared for.
-        idle = {n for n, step in enumerate(plan.steps) if not step.tiles}
+        idle = {n for n, step in enumerate(plan.steps) if not step.blocks}
         on_their_way = {n for t, m in messages(plan) for n in range(t, m.lands + 1)}
         assert case.variant.gather or not idle & on_their_way
 
@@ -272,12 +271,12 @@ def split_plans(variant: Variant) -> Iterator[tuple[Layout, Mask, list[Plan], Te
 def test_every_visible_pair_is_computed_once(variant: Variant) -> None:
     for layout, mask, plans, visible in split_plans(variant):
         simulate(plans, backward=variant.backward, pairs=int(visible.sum()))
-        times = times_computed([tile for plan in plans for tile in plan.tiles], layout)
+        times = times_computed([tile for plan in plans for tile in tiles_of(plan)], layout)
         assert torch.equal(times, visible.long()), (layout, mask)
         for plan in plans:
             landing = {message.lands for _, message in messages(plan)}
             posting = {number for number, _ in messages(plan)}
-            computing = {number for number, step in enumerate(plan.steps) if step.tiles}
+            computing = {number for number, step in enumerate(plan.steps) if step.blocks}
             assert landing | posting | computing == set(range(len(plan.steps))), (layout, mask)
 
 

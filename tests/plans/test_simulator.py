@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 
-from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send, Step
+from megatron_burst.plans.schedules.plan import (
+    Channel,
+    Item,
+    Kind,
+    Plan,
+    Receive,
+    Send,
+    Step,
+    Transfer,
+)
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plans.simulator import PlanError, blocks_of, simulate
+from tests.plans.simulator import PlanError, blocks_of, simulate, tiles_of
 
 FLAT = Grid(((0, 1, 2, 3),))
 DOUBLE = Grid(((0, 1), (2, 3)))
@@ -35,7 +44,7 @@ def edit(plans: Sequence[Plan], rank: int, step: int, **changes: Any) -> list[Pl
     return [replace(p, steps=tuple(steps)) if p.rank == rank else p for p in plans]
 
 
-def without(ends: Sequence[Send | Receive], item: Item) -> tuple[Send | Receive, ...]:
+def without(ends: Sequence[Transfer], item: Item) -> tuple[Transfer, ...]:
     rest = tuple(end for end in ends if end.item != item)
     assert len(rest) == len(ends) - 1
     return rest
@@ -66,7 +75,7 @@ def test_a_dropped_send_whose_place_the_next_one_takes() -> None:
 
 def test_a_receive_that_nobody_sends() -> None:
     plans = make_plans(False)
-    extra = (*plans[2].steps[3].receives, Receive(Item(Kind.KV, 3), 1, WITHIN, 3, 5))
+    extra = (*plans[2].steps[3].receives, Receive(Item(Kind.KV, 3), 1, WITHIN, 3))
     message = "nobody can go on: rank 2, step 3 waits to receive kv of rank 3 from rank 1$"
     with pytest.raises(PlanError, match=message):
         simulate(edit(plans, 2, 3, receives=extra), backward=False)
@@ -92,7 +101,7 @@ def test_a_message_that_is_never_waited_for(lands: int) -> None:
 def test_two_messages_in_another_order() -> None:
     items = Item(Kind.KV, 0), Item(Kind.QUERY, 0)
     sends = tuple(Send(item, 1, WITHIN, 0) for item in items)
-    receives = tuple(Receive(item, 0, WITHIN, 0, 0) for item in reversed(items))
+    receives = tuple(Receive(item, 0, WITHIN, 0) for item in reversed(items))
     plans = [Plan(0, (Step(sends=sends),)), Plan(1, (Step(receives=receives),))]
     message = "rank 1, step 0: expects query of rank 0 from rank 0, gets kv of rank 0"
     with pytest.raises(PlanError, match=message):
@@ -112,16 +121,16 @@ def test_two_gradients_in_another_order() -> None:
 @both_passes
 def test_a_tile_that_is_computed_twice(backward: bool) -> None:
     plans = make_plans(backward)
-    (tile,) = plans[2].steps[0].tiles
+    (tile,) = tiles_of(plans[2].steps[0])
     message = r"rank 2, step 2: computes Tile\(.*\), as does rank 2, step 0"
     with pytest.raises(PlanError, match=message):
-        simulate(edit(plans, 2, 2, tiles=(*plans[2].steps[2].tiles, tile)), backward=backward)
+        simulate(edit(plans, 2, 2, tiles=(*tiles_of(plans[2].steps[2]), tile)), backward=backward)
 
 
 @both_passes
 def test_a_tile_that_is_missing(backward: bool) -> None:
     plans = make_plans(backward)
-    missing = sum(tile.pairs for tile in plans[2].steps[0].tiles)
+    missing = sum(tile.pairs for tile in tiles_of(plans[2].steps[0]))
     message = f"the tiles have {PAIRS - missing} pairs of tokens, the mask {PAIRS}"
     with pytest.raises(PlanError, match=message):
         simulate(edit(plans, 2, 0, tiles=()), backward=backward, pairs=PAIRS)
@@ -131,7 +140,7 @@ def test_a_tile_that_is_missing(backward: bool) -> None:
 def test_a_tile_before_its_block_arrives(backward: bool) -> None:
     plans = make_plans(backward)
     early, late = plans[2].steps[:2]
-    plans = edit(plans, 2, 0, tiles=(*early.tiles, *late.tiles))
+    plans = edit(plans, 2, 0, tiles=(*tiles_of(early), *tiles_of(late)))
     plans = edit(plans, 2, 1, tiles=())
     with pytest.raises(PlanError, match="rank 2, step 0: computes with kv of rank 1, which it doe"):
         simulate(plans, backward=backward)
@@ -139,7 +148,7 @@ def test_a_tile_before_its_block_arrives(backward: bool) -> None:
 
 def test_a_tile_after_its_gradient_has_left() -> None:
     plans = make_plans(True)
-    late = (*plans[0].steps[3].tiles, *plans[0].steps[2].tiles)
+    late = (*tiles_of(plans[0].steps[3]), *tiles_of(plans[0].steps[2]))
     plans = edit(edit(plans, 0, 2, tiles=()), 0, 3, tiles=late)
     with pytest.raises(PlanError, match="rank 0, step 5: still has d_kv of rank 2 at the end"):
         simulate(plans, backward=True, pairs=PAIRS)
@@ -181,37 +190,10 @@ def test_a_gradient_that_is_not_sent_home(grid: Grid) -> None:
         simulate(plans, backward=True, pairs=PAIRS)
 
 
-def into_buffer(plans: Sequence[Plan], rank: int, step: int, item: Item, buffer: int) -> list[Plan]:
-    receives = [
-        receive._replace(buffer=buffer) if receive.item == item else receive
-        for receive in plans[rank].steps[step].receives
-    ]
-    assert receives != list(plans[rank].steps[step].receives)
-    return edit(plans, rank, step, receives=tuple(receives))
-
-
-def test_a_receive_into_a_buffer_that_is_still_read_from() -> None:
-    plans = into_buffer(make_plans(False, gather=True), 0, 2, Item(Kind.KV, 1), 0)
-    with pytest.raises(PlanError, match="rank 0, step 3: computes with kv of rank 3, which it doe"):
-        simulate(plans, backward=False)
-
-
-def test_a_receive_into_a_buffer_that_is_being_sent_from() -> None:
-    plans = into_buffer(make_plans(False), 0, 1, Item(Kind.KV, 2), 0)
-    with pytest.raises(PlanError, match="rank 0, step 1: receives kv of rank 2 over kv of rank 3"):
-        simulate(plans, backward=False)
-
-
-def test_a_receive_into_a_buffer_that_something_is_arriving_in() -> None:
-    plans = into_buffer(make_plans(False, DOUBLE), 0, 0, Item(Kind.KV, 2), 0)
-    with pytest.raises(PlanError, match="rank 0, step 0: receives kv of rank 2 over kv of rank 1"):
-        simulate(plans, backward=False)
-
-
 def test_two_ranks_that_wait_for_each_other() -> None:
     def takes_before_it_gives(rank: int) -> Plan:
         theirs, ours = Item(Kind.KV, 1 - rank), Item(Kind.KV, rank)
-        take = Step(receives=(Receive(theirs, 1 - rank, WITHIN, 0, 0),))
+        take = Step(receives=(Receive(theirs, 1 - rank, WITHIN, 0),))
         return Plan(rank, (take, Step(sends=(Send(ours, 1 - rank, WITHIN, 1),))))
 
     message = (
@@ -232,7 +214,7 @@ def test_batches_that_two_ranks_post_in_opposite_order(channel: Channel) -> None
         out = channel if rank else WITHIN  # what rank 0 gives stays on the one channel
         back = WITHIN if rank else channel
         give = Step(sends=(Send(Item(Kind.KV, rank), 1 - rank, out, 1),))
-        take = Step(receives=(Receive(Item(Kind.KV, 1 - rank), 1 - rank, back, 1, 0),))
+        take = Step(receives=(Receive(Item(Kind.KV, 1 - rank), 1 - rank, back, 1),))
         return Plan(rank, (give, take))
 
     message = (
@@ -247,11 +229,11 @@ def test_batches_that_two_ranks_post_in_opposite_order(channel: Channel) -> None
 def test_of_one_step_the_batch_that_lands_first_goes_first(gives_first: bool) -> None:
     mine, theirs = Item(Kind.KV, 0), Item(Kind.KV, 1)
     step = Step(
-        receives=(Receive(theirs, 1, WITHIN, 1, 0),),
+        receives=(Receive(theirs, 1, WITHIN, 1),),
         sends=(Send(mine, 1, WITHIN, 0),),
     )
     give = Step(sends=(Send(theirs, 0, WITHIN, 1),))
-    take = Step(receives=(Receive(mine, 0, WITHIN, 1, 0),))
+    take = Step(receives=(Receive(mine, 0, WITHIN, 1),))
     plans = [
         Plan(0, (step, Step())),
         Plan(1, (give, take) if gives_first else (take, give)),
@@ -268,7 +250,7 @@ def test_batches_of_one_step_that_land_apart_do_not_go_together() -> None:
         lands = (0, 1) if rank else (1, 0)  # of kv of rank 0 and of rank 1
         ours, theirs = Item(Kind.KV, rank), Item(Kind.KV, 1 - rank)
         step = Step(
-            receives=(Receive(theirs, 1 - rank, WITHIN, lands[1 - rank], 0),),
+            receives=(Receive(theirs, 1 - rank, WITHIN, lands[1 - rank]),),
             sends=(Send(ours, 1 - rank, WITHIN, lands[rank]),),
         )
         return Plan(rank, (step, Step()))

@@ -13,7 +13,7 @@ from megatron_burst.plans.choice.machine import H100
 from megatron_burst.plans.schedules import work
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.mesh import Mesh
-from megatron_burst.plans.schedules.plan import Item, Kind, Plan, Step, Tile
+from megatron_burst.plans.schedules.plan import Item, Kind, Plan, Step
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
@@ -21,7 +21,7 @@ from megatron_burst.plans.schedules.topology import Grid, choose_grid, flat_grid
 from megatron_burst.plans.visibility.layout import contiguous, segmented_zigzag, striped, zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.flops import attention_flops
-from tests.plans.simulator import payload
+from tests.plans.simulator import Tile, payload, tiles_of
 from tests.tools import event_clock
 from tests.tools.test_plan_tool import cluster
 
@@ -130,7 +130,7 @@ def by_events(plans: list[Plan], links: timing.Links, backward: bool) -> tuple[f
         if any(nodes[plan.rank] != nodes[s.peer] for s in plan.sends)
     )
 
-    def called(tiles: tuple[Tile, ...]) -> int:
+    def called(tiles: list[Tile]) -> int:
         """The rows of kernel calls, at most two of the block of queries."""
         return min(sum(tile.query_rows.length for tile in tiles), 2 * shape.tokens)
 
@@ -138,17 +138,17 @@ def by_events(plans: list[Plan], links: timing.Links, backward: bool) -> tuple[f
         """By step, how many blocks of others' queries come."""
         found, last = [], plan.rank
         for step in plan.steps:
-            owners = [t.query_owner for t in step.tiles if t.query_owner != plan.rank]
+            owners = [t.query_owner for t in tiles_of(step) if t.query_owner != plan.rank]
             found.append(sum(a != b for a, b in pairwise([last, *owners])))
             last = [last, *owners][-1]
         return found
 
-    def kernels(tiles: tuple[Tile, ...]) -> float:
+    def kernels(tiles: list[Tile]) -> float:
         dims = shape.query_heads, shape.head_dim, shape.value_head_dim
         pairs = sum(t.pairs for t in tiles) + machine.grain * called(tiles)
         return attention_flops(1, *dims, backward=backward) * pairs / rate
 
-    def sums(tiles: tuple[Tile, ...], visitors: int) -> float:
+    def sums(tiles: list[Tile], visitors: int) -> float:
         dims = shape.head_dim + shape.value_head_dim
         moved = called(tiles) * 4 * (8 if backward else 16) * (2 + 8)
         moved += sum(t.key_rows.length for t in tiles) * 2 * dims * (2 + 8) if backward else 0
@@ -169,12 +169,12 @@ def by_events(plans: list[Plan], links: timing.Links, backward: bool) -> tuple[f
         receiving = sum(message(r.item, r.peer, rank)[1] for r in step.receives)
         copied = sum(payload(s.item, sizes, shape.tokens) for s in step.sends) / machine.copy_rate
         taken = machine.contention * max(sending, receiving) + copied
-        taken += machine.step_seconds if step.tiles else 0.0
-        return kernels(step.tiles) + sums(step.tiles, come[id(step)]) + taken
+        taken += machine.step_seconds if step.blocks else 0.0
+        return kernels(tiles_of(step)) + sums(tiles_of(step), come[id(step)]) + taken
 
-    most = max(plans, key=lambda plan: sum(tile.pairs for tile in plan.tiles))
+    most = max(plans, key=lambda plan: sum(tile.pairs for tile in tiles_of(plan)))
     ended = event_clock.duration(plans, computing, message)
-    each = [sums(step.tiles, come[id(step)]) for step in most.steps]
-    computed = sum(kernels(step.tiles) for step in most.steps)
-    hops = max(sum(bool(step.tiles or step.sends) for step in plan.steps) for plan in plans)
+    each = [sums(tiles_of(step), come[id(step)]) for step in most.steps]
+    computed = sum(kernels(tiles_of(step)) for step in most.steps)
+    hops = max(sum(bool(step.blocks or step.sends) for step in plan.steps) for plan in plans)
     return ended, hops * machine.hop_seconds[backward], computed, sum(each)

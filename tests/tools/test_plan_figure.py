@@ -45,7 +45,7 @@ def test_the_cells_of_all_ranks_are_the_mask_once(
 ) -> None:
     ring, layout = make_ring(nodes, length), zigzag(4 * nodes * length, nodes * length)
     computed = sum(
-        (plan_figure.scores(layout, rank, step.tiles) >= 3).astype(int)
+        (plan_figure.scores(layout, rank, step.blocks) >= 3).astype(int)
         for rank in range(layout.ranks)
         for step in make(ring, rank).steps
     )

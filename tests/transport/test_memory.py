@@ -20,7 +20,7 @@ HOME = Item(Kind.PARTIAL_D_KV, 1)
 def lowered(tokens: int, name: str = "forward") -> Lowered:
     """Of a rank that sends its block, gets another and sends a gradient meanwhile."""
     read, gradient = Channel.READ_WITHIN, Channel.GRADIENT_WITHIN
-    first = Step((Receive(THEIRS, 1, read, 1, 0),), (Send(MINE, 1, read, 1),))
+    first = Step((Receive(THEIRS, 1, read, 1),), (Send(MINE, 1, read, 1),))
     plan = Plan(0, (first, Step(sends=(Send(HOME, 1, gradient, 1),))))
     return Lowered(name, plan, lambda _: [Form((1, tokens, 2, 4), torch.float32)] * 2, str)
 

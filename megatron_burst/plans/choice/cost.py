@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_burst.config import GradDtype
 from megatron_burst.plans.choice.machine import Machine
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.schedule import Messages
@@ -12,7 +13,7 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import contiguous
 from megatron_burst.plans.visibility.mask import Mask
 
-_SUM_BYTES = 4  # of an element of a sum
+_SUM_BYTES = 4  # of an element of a sum, unless the tensors' are wider
 _ROOM = 1 / 16  # of a device's speed, which tiles lose where they leave room to messages
 
 
@@ -38,6 +39,24 @@ class Shape:
     row_bytes: int = 4  # of a log-sum-exp, or a delta: float32
     sends_raw: bool = False  # whether partial gradients go as a kernel made them
     latents: LatentShape | None = None  # if they travel in the place of K and V
+
+    @classmethod
+    def of(
+        cls,
+        tokens: int,
+        heads: tuple[int, int],  # of queries, and of keys and values
+        head_dims: tuple[int, int],  # of queries and keys, and of values
+        element_bytes: int,
+        sent_as: GradDtype,
+    ) -> "Shape":
+        """Return that of tensors of a dtype, the gradients of which are sent as is said."""
+        wide = max(_SUM_BYTES, element_bytes)
+        return cls(
+            *(tokens, *heads, *head_dims, element_bytes),
+            gradient_bytes=element_bytes if sent_as is GradDtype.MODEL else wide,
+            row_bytes=wide,
+            sends_raw=sent_as is GradDtype.AUTO,
+        )
 
     def item_bytes(self, *, backward: bool = True) -> dict[Kind, int]:
         """Return the payload bytes of one item of each kind that is sent.
@@ -130,22 +149,18 @@ def attention_flops(
     return 2.0 * pairs * heads * dims
 
 
-def forward_flops(tiling: Tiling, shape: Shape) -> float:
-    """Return the FLOPs of a rank's forward, in the mean over the ranks."""
-    pairs = float(tiling.needs.pairs.sum()) / tiling.ranks * (shape.tokens // tiling.local_tokens)
-    return attention_flops(pairs, shape.query_heads, shape.head_dim, shape.value_head_dim)
-
-
 def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic, machine: Machine) -> bool:
     """Say whether tiles should leave room to messages, which else may begin when they are through.
 
     It costs a share of the tiles' time, without it at worst all of the messages' time is added.
     """
     link = machine.nic_rate / machine.gpus_per_nic if traffic.nic else machine.within_rate
-    tiles = forward_flops(tiling, shape) / machine.forward_rate
-    return traffic.bottleneck / link > _ROOM * tiles
+    pairs = tiling.needs.pairs.sum() / tiling.ranks * (shape.tokens // tiling.local_tokens)
+    flops = attention_flops(pairs, shape.query_heads, shape.head_dim, shape.value_head_dim)
+    tiles = flops / machine.forward_rate
+    return bool(traffic.bottleneck / link > _ROOM * tiles)
 
 
 def visible_pairs(mask: Mask, tokens: int) -> int:
     """Return how many (query, key) pairs of a sequence the mask lets through."""
-    return sum(tile.pairs for tile in Tiling(contiguous(tokens, 1), mask)(0, 0))
+    return int(Tiling(contiguous(tokens, 1), mask)(0, 0).cells.pairs.sum())

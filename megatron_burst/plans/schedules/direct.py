@@ -42,11 +42,6 @@ class Direct(Schedule):
         """What it is called in the log."""
         return f"{self.sent} direct exchange"
 
-    @property
-    def pairs(self) -> NDArray[np.int64]:
-        """How many pairs of tokens each rank computes: all of what does not move."""
-        return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
-
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         rows = self.tiling.needs.rows[self.sent] * (1 - np.eye(self.grid.ranks, dtype=np.int64))

@@ -1,19 +1,19 @@
 """Who sends what to whom and computes which tile when: frozen data, no torch, no processes.
 
 A plan is one rank's whole forward or backward. It says for every message the step at whose start
-it is posted, the step at whose end it has landed, and the buffer it lands in.
+it is posted, and the step at whose end it has landed.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_burst.plans.visibility.band import Band, Ints
-from megatron_burst.plans.visibility.cells import Cell, Cells
+from megatron_burst.plans.visibility.band import Ints
+from megatron_burst.plans.visibility.cells import Cells
 from megatron_burst.plans.visibility.interval import Interval
 
 
@@ -136,24 +136,35 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """An item on its way from a peer into one of the buffers of its kind."""
+    """An item on its way from a peer."""
 
     item: Item
     peer: int
     channel: Channel
     lands: int
-    buffer: int
 
 
-class Meeting:
-    """A query block and a key block that meet."""
+type Transfer = Send | Receive
 
-    __slots__ = ()
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """The tiles of one query block and one key block: a kernel call, or several.
+
+    A tile is rows of one rank's queries against rows of one rank's keys. Every query of it sees a
+    key: neither loops nor kernels know rows that see nothing. The rows are counted in the whole of
+    what the owner has; where only a part of it comes, the part is named.
+    """
 
     query_owner: int
     key_owner: int
-    query_part: Part
-    key_part: Part
+    cells: Cells
+    """The same object where pairs of ranks see the same."""
+    query_part: Part = ()
+    key_part: Part = ()
+
+    def __len__(self) -> int:
+        return len(self.cells)
 
     @property
     def blocks(self) -> tuple[Item, Item]:
@@ -176,66 +187,6 @@ class Meeting:
             Item(Kind.D_KV, self.key_owner, self.key_part),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Tile(Meeting):
-    """Rows of one rank's queries against rows of one rank's keys: a kernel call, or part of one.
-
-    Every query sees a key: neither loops nor kernels know rows that see nothing. The rows are
-    counted in the whole of what the owner has. Where only a part of it comes, the part is named.
-    """
-
-    query_owner: int
-    key_owner: int
-    query_rows: Interval
-    key_rows: Interval
-    band: Band
-    query_part: Part = ()
-    key_part: Part = ()
-
-    def __post_init__(self) -> None:
-        queries, keys = self.query_rows.length, self.key_rows.length
-        assert self.band.reaches_all(queries, keys), f"{self} has queries that see nothing"
-
-    @property
-    def pairs(self) -> int:
-        """How many (query, key) pairs the tile's mask lets through."""
-        return self.band.pairs(self.query_rows.length, self.key_rows.length)
-
-    def rows_of(self, kind: Kind) -> Interval:
-        """Return the rows of its KV or QUERY block, counted in the whole."""
-        return self.key_rows if kind is Kind.KV else self.query_rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tiles(Meeting, Sequence[Tile]):
-    """The tiles of one query block and one key block, made when they are looked at."""
-
-    query_owner: int
-    key_owner: int
-    cells: Cells
-    """The same object where pairs of ranks see the same."""
-    query_part: Part = ()
-    key_part: Part = ()
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return self.having(self.cells.select(number))
-        return self._tile(self.cells[number])
-
-    def __iter__(self) -> Iterator[Tile]:
-        return map(self._tile, self.cells)
-
-    def _tile(self, cell: Cell) -> Tile:
-        blocks, parts = (self.query_owner, self.key_owner), (self.query_part, self.key_part)
-        return Tile(*blocks, cell.queries, cell.keys, cell.band, *parts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and [*self] == [*other]
-
     @property
     def slices(self) -> Cells:
         """The cells, counted in the parts of the blocks that are read."""
@@ -248,7 +199,7 @@ class Tiles(Meeting, Sequence[Tile]):
         return replace(self, cells=cells)
 
     def rows_of(self, kind: Kind) -> list[Interval]:
-        """Return the rows of the KV or QUERY block that each tile reads; see `Tile.rows_of`."""
+        """Return the rows of the KV or QUERY block that each tile reads, counted in the whole."""
         rows = self.cells.keys if kind is Kind.KV else self.cells.queries
         return [Interval(*ends) for ends in rows.tolist()]
 
@@ -280,12 +231,7 @@ class Step:
     receives: tuple[Receive, ...] = ()
     sends: tuple[Send, ...] = ()
     blocks: tuple[Tiles, ...] = ()
-    """The tiles, those of one query block and one key block together."""
-
-    @property
-    def tiles(self) -> tuple[Tile, ...]:
-        """All of them, in the order they are computed."""
-        return tuple(tile for block in self.blocks for tile in block)
+    """The tiles, in the order they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +241,26 @@ class Plan:
     rank: int
     steps: tuple[Step, ...]
 
-    @property
-    def tiles(self) -> tuple[Tile, ...]:
-        """All tiles in the order they are computed."""
-        return tuple(tile for step in self.steps for tile in step.tiles)
+    @classmethod
+    def of(cls, rank: int, hops: Iterable[Hop], tiles: Mapping[int, Sequence[Tiles]]) -> "Plan":
+        """Return the plan of `rank`, given the hops of all ranks and its own tiles, by step.
+
+        Steps in which nothing happens are dropped. Hops that the two ends post in one step must
+        come in one order, the same for all ranks.
+        """
+        ours = [hop for hop in hops if rank in (hop.source, hop.target)]
+        blocks = {step: tuple(filter(len, some)) for step, some in tiles.items()}
+        busy = {step for hop in ours for step in (hop.leaves, hop.lands)}
+        busy |= {step for step, some in blocks.items() if some}
+        number = {step: index for index, step in enumerate(sorted(busy))}
+        receives, sends = defaultdict[int, list[Receive]](list), defaultdict[int, list[Send]](list)
+        for item, source, target, channel, leaves, lands in ours:
+            if target == rank:
+                receives[leaves].append(Receive(item, source, channel, number[lands]))
+            else:
+                sends[leaves].append(Send(item, target, channel, number[lands]))
+        steps = (Step(tuple(receives[n]), tuple(sends[n]), blocks.get(n, ())) for n in number)
+        return cls(rank, tuple(steps))
 
     @property
     def sends(self) -> tuple[Send, ...]:
@@ -311,26 +273,11 @@ class Plan:
         return tuple(receive for step in self.steps for receive in step.receives)
 
     @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All messages, those that arrive first."""
+        return *self.receives, *self.sends
+
+    @property
     def moved(self) -> set[Kind]:
         """The kinds of what is sent or received."""
-        moved: list[Send | Receive] = [*self.sends, *self.receives]
-        return {transfer.item.kind for transfer in moved}
-
-    @property
-    def most_sums(self) -> Counter[Kind]:
-        """Of each kind, how many of others' results arrivals are being added to, at the most."""
-        begun: dict[Item, int] = {}
-        there: dict[Kind, Counter[int]] = defaultdict(Counter)  # by step
-        for step in self.steps:
-            for send in step.sends:
-                steps = range(begun.pop(send.item.sum, send.lands) + 1, send.lands + 1)
-                there[send.item.kind].update(steps)
-            for receive in step.receives:
-                if receive.item.kind.is_result and receive.item.owner != self.rank:
-                    begun.setdefault(receive.item.sum, receive.lands)
-        return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
-
-    @property
-    def most_buffered(self) -> Counter[Kind]:
-        """Of each kind, in how many buffers items arrive."""
-        return Counter(kind for kind, _ in {(r.item.kind, r.buffer) for r in self.receives})
+        return {transfer.item.kind for transfer in self.transfers}

@@ -54,11 +54,6 @@ class Ring(Schedule):
         """What it is called in the log."""
         return f"{self.sent} ring"
 
-    @property
-    def pairs(self) -> NDArray[np.int64]:
-        """How many pairs of tokens each rank computes: all of what does not move."""
-        return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
-
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         more, parts, sums = (1, 2, 4) if self._two_levels else (0, 4, 0)

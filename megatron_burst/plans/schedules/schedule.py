@@ -7,7 +7,6 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.schedules.assembly import assemble
 from megatron_burst.plans.schedules.plan import Channel, Hop, Kind, Plan, Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
@@ -65,9 +64,9 @@ class Schedule(ABC):
         """What it is called in the log."""
 
     @property
-    @abstractmethod
     def pairs(self) -> NDArray[np.int64]:
-        """How many pairs of tokens each rank computes."""
+        """How many pairs of tokens each rank computes: all of what does not move."""
+        return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
 
     @abstractmethod
     def messages(self, *, backward: bool) -> tuple[Messages, ...]:
@@ -103,10 +102,9 @@ class Schedule(ABC):
         """Max / mean over the ranks of the pairs that they compute; 1.0 is perfect."""
         return float(self.pairs.max() / self.pairs.mean()) if self.pairs.any() else 1.0
 
+    @abstractmethod
     def work(self, *, backward: bool) -> Work:
-        """Count what all ranks compute; a schedule may do so faster than tile by tile."""
-        ranks = range(self.tiling.ranks)
-        return Work.of([self.tiles(rank, backward=backward) for rank in ranks])
+        """Count what all ranks compute."""
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""
@@ -121,4 +119,4 @@ class Schedule(ABC):
 
     def _plan(self, rank: int, *, backward: bool) -> Plan:
         hops, tiles = self.hops(rank, backward=backward), self.tiles(rank, backward=backward)
-        return assemble(rank, hops, tiles)
+        return Plan.of(rank, hops, tiles)

@@ -1,7 +1,6 @@
 """How much every rank computes in every step, counted for all of them at once."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,18 +21,6 @@ class Work(NamedTuple):
     query_rows: NDArray[np.int64]
     key_rows: NDArray[np.int64]
     visitors: NDArray[np.int64]  # blocks of queries that come, another rank's
-
-    @classmethod
-    def of(cls, tiles: Sequence[Mapping[int, Sequence[Tiles]]]) -> "Work":
-        """Count tiles, by rank and step."""
-        steps = 1 + max(step for rank in tiles for step in rank)
-        found = np.zeros((steps, len(tiles), 4), np.int64)
-        for rank, by_step in enumerate(tiles):
-            for step, some in by_step.items():
-                found[step, rank, :3] = _sums(some)
-            for step, come in _arrivals(rank, by_step):
-                found[step, rank, 3] = come
-        return cls(*np.moveaxis(found, -1, 0))
 
     def all_at(self, step: int) -> "Work":
         """Return the same computed in one step."""
@@ -95,16 +82,6 @@ def _shares(parts: Mapping[int, Sequence[Tiles]]) -> dict[int, NDArray[np.float6
     """Return what share of all pairs, of rows of queries and of keys each step has."""
     sums = {step: _sums(some) for step, some in parts.items()}
     return {step: some / np.maximum(1, sum(sums.values())) for step, some in sums.items()}
-
-
-def _arrivals(rank: int, tiles: Mapping[int, Sequence[Tiles]]) -> Iterator[tuple[int, int]]:
-    """Count by step the blocks of others' queries that were not those of the tiles before."""
-    last = rank
-    for step in sorted(tiles):
-        every = dict.fromkeys(block.query_owner for block in tiles[step] if len(block))
-        owners = [owner for owner in every if owner != rank]
-        yield step, sum(before != owner for before, owner in pairwise([last, *owners]))
-        last = owners[-1] if owners else last
 
 
 def _come(queries: NDArray[np.int64], seen: NDArray[np.bool]) -> NDArray[np.bool]:

@@ -3,8 +3,7 @@
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_burst.config import BurstConfig, GradDtype, Mla
-from megatron_burst.kernels.dtypes import accumulation_dtype
+from megatron_burst.config import BurstConfig, Mla
 from megatron_burst.plans.choice.cost import Shape
 
 
@@ -23,21 +22,10 @@ def shape_of(
         return "its rings send less under a window or a block mask"
     if model.multi_latent_attention and config.mla is not Mla.HEADS:
         return "its rings may send latents, which have no heads"
-    tensor, wide = model.tensor_model_parallel_size, accumulation_dtype(model.params_dtype)
-    heads, kv_heads = model.num_attention_heads, model.num_query_groups
-    head_dim = value_head_dim = model.kv_channels
+    tensor, kv_heads = model.tensor_model_parallel_size, model.num_query_groups
+    head_dims = model.kv_channels, model.kv_channels
     if model.multi_latent_attention:
-        kv_heads, value_head_dim = heads, model.v_head_dim
-        head_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
-    narrow = config.grad_dtype is GradDtype.MODEL
-    return Shape(
-        tokens=tokens,
-        query_heads=heads // tensor,
-        kv_heads=max(kv_heads // tensor, 1),
-        head_dim=head_dim,
-        value_head_dim=value_head_dim,
-        element_bytes=model.params_dtype.itemsize,
-        gradient_bytes=(model.params_dtype if narrow else wide).itemsize,
-        row_bytes=wide.itemsize,
-        sends_raw=config.grad_dtype is GradDtype.AUTO,
-    )
+        kv_heads = model.num_attention_heads
+        head_dims = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    heads = model.num_attention_heads // tensor, max(kv_heads // tensor, 1)
+    return Shape.of(tokens, heads, head_dims, model.params_dtype.itemsize, config.grad_dtype)

@@ -1,5 +1,6 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -8,14 +9,16 @@ import numpy as np
 
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.kv_or_latents import choose_keys
-from megatron_burst.plans.choice.planning import Choice, Offer, choose
+from megatron_burst.plans.choice.planning import Choice, Offer
 from megatron_burst.plans.choice.timing import Links, PassTime, exchange, pass_time
-from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.plan import Item, Kind, Plan
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.plan.communicators import reached, reached_by_heads
 from megatron_burst.tools.plan.workload import Ring, Workload
+from megatron_burst.transport.arrangement import UNIT, Stay, arrange
+from megatron_burst.transport.lowered import Lowered
 
 
 class Pass(NamedTuple):
@@ -77,16 +80,9 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
 
     That has latents in multi-latent attention, where they are faster.
     """
-    tiling, config = _tiling(ring.layout, ring.mask), ring.config
-    limit = config.memory_limit(ring.card)
-
-    heads = replace(ring.shape, latents=None)
-    links = Links(ring.nodes, heads, ring.machine, ring.beside)
-
-    def choose_for(shape: Shape) -> Choice:
-        return choose(config, tiling, ring.grid, shape, ring.nodes, memory_limit=limit, links=links)
-
-    return choose_keys(choose_for, links, ring.shape.latents, config)[:2]
+    links = Links(ring.nodes, replace(ring.shape, latents=None), ring.machine, ring.beside)
+    given = ring.config, _tiling(ring.layout, ring.mask), ring.grid, links
+    return choose_keys(*given, ring.shape.latents, ring.config.memory_limit(ring.card))[:2]
 
 
 @lru_cache(maxsize=64)
@@ -127,7 +123,30 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     alike = np.packbits(np.concatenate(rows), axis=0).T
     ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
     plans = [schedule.backward(rank) for rank in ranks]
-    return frozenset((*plan.most_buffered.elements(), *plan.most_sums.elements()) for plan in plans)
+    held = (most_arrived(plan) + _most_sums(plan) for plan in plans)
+    return frozenset(tuple(each.elements()) for each in held)
+
+
+def most_arrived(plan: Plan) -> Counter[Kind]:
+    """Return of each kind how many messages that arrive need memory at a time, at the most."""
+    stays = defaultdict[Kind, list[Stay]](list)
+    for kind, (begin, end, _) in Lowered("", plan, lambda _: [], str).arrivals:
+        stays[kind].append(Stay(begin, end, UNIT))
+    return Counter({kind: arrange(some)[1] // UNIT for kind, some in stays.items()})
+
+
+def _most_sums(plan: Plan) -> Counter[Kind]:
+    """Return of each kind how many of others' results arrivals are being added to, at the most."""
+    begun: dict[Item, int] = {}
+    there: dict[Kind, Counter[int]] = defaultdict(Counter)  # by step
+    for step in plan.steps:
+        for send in step.sends:
+            steps = range(begun.pop(send.item.sum, send.lands) + 1, send.lands + 1)
+            there[send.item.kind].update(steps)
+        for receive in step.receives:
+            if receive.item.kind.is_result and receive.item.owner != plan.rank:
+                begun.setdefault(receive.item.sum, receive.lands)
+    return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
 
 
 def _chunked(load: Workload, *, backward: bool) -> Pass:

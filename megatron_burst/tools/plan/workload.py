@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_burst.config import Algorithm, BurstConfig, GradDtype, LayoutName
+from megatron_burst.config import Algorithm, BurstConfig, LayoutName
 from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.choice.cost import LatentShape, Shape
 from megatron_burst.plans.choice.degree import degrees
@@ -224,20 +224,11 @@ class Workload:
     @cached_property
     def shape(self) -> Shape:
         """Of a rank's tensors in its ring, all heads."""
-        size, config = self.head_parallel, self.config
-        heads, kv_heads = self.heads
-        shape = Shape(
-            tokens=self.local_tokens,
-            query_heads=heads,
-            kv_heads=kv_heads,
-            head_dim=self.model.head_dim,
-            value_head_dim=self.model.value_head_dim,
-            element_bytes=self.element_bytes,
-            gradient_bytes=self.element_bytes if config.grad_dtype is GradDtype.MODEL else 4,
-            sends_raw=config.grad_dtype is GradDtype.AUTO,
-        )
+        size, dims = self.head_parallel, (self.model.head_dim, self.model.value_head_dim)
+        given = self.heads, dims, self.element_bytes, self.config.grad_dtype
+        shape = Shape.of(self.local_tokens, *given)
         if (latents := self.model.latents) and size == 1:
-            up = (self.model.head_dim - latents.rope + shape.value_head_dim) * heads * latents.kv
+            up = (sum(dims) - latents.rope) * shape.query_heads * latents.kv
             shape = replace(shape, latents=LatentShape(latents.kv + latents.rope, up))
         return exchanged(shape, size)
 
