@@ -30,7 +30,7 @@ def main() -> None:
         from megatron.training import arguments
 
         configs, found = Configs.read(), {}
-        for name in configs.names():
+        for name in (each for each in configs.tables if not each.startswith("_")):
             run = configs.run(name)
             os.environ["WORLD_SIZE"] = str(run.gpus)
             words = arguments_of(hybrid_form(run.flags))

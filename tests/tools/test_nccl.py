@@ -106,7 +106,6 @@ def test_buffers_are_a_peers_in_a_node_and_shared_between_them() -> None:
         found = communicator(H100, 1, 8, most)
         assert found.buffers(Peers(senders=7, receivers=7)) == 7 * channels * 12 * MIB
         assert found.buffers(Peers(senders=1)) == channels * 10 * MIB
-        assert found.connections(Peers(senders=7, receivers=1)) == channels * 8
     # 16 chunks of 128 KiB a channel and way, of 16 or 4 channels; beside them a peer of the node.
     assert communicator(H100, 8, 8, 64).buffers(Peers(0, 0, 7, 7)) == 64 * MIB
     assert communicator(H100, 8, 1, 64).buffers(Peers(0, 0, 0, 1)) == 8 * MIB

@@ -21,13 +21,7 @@ from megatron_burst.plans.choice.ctas import max_ctas
 from megatron_burst.plans.choice.machine import Machine
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.schedule import Schedule
-from megatron_burst.tools.plan.nccl import (
-    VERSION,
-    Communicator,
-    Fabric,
-    Peers,
-    communicator,
-)
+from megatron_burst.tools.plan.nccl import Communicator, Fabric, Peers, communicator
 from megatron_burst.tools.plan.workload import Ring
 
 
@@ -36,7 +30,6 @@ class Options(NamedTuple):
 
     own: bool = True  # or all of the context-parallel ranks in each communicator
     max_ctas: int | None = None  # or for each what ours has
-    version: tuple[int, int] = VERSION
 
 
 OURS = Options()
@@ -85,7 +78,7 @@ def made_for(ring: Ring, channel: Channel, options: Options = OURS) -> Communica
     else:
         where = whole if ring.grid.nodes == 1 or channel in _CORNER else (1, whole[1])
     most = options.max_ctas or max_ctas(channel, where[0] * where[1], gpus)
-    return communicator(fabric, *where, most, options.version)
+    return communicator(fabric, *where, most)
 
 
 def uses(

@@ -37,12 +37,6 @@ class Configs(NamedTuple):
         names = ("models", "clusters", "published", "runs")
         return cls(*(tomllib.loads((_FOLDER / f"{name}.toml").read_text()) for name in names))
 
-    def names(self, pattern: str = "*") -> list[str]:
-        """Return the names of the runs that match a shell pattern."""
-        if not (found := fnmatch.filter(_names(self.tables), pattern)):
-            raise ValueError(f"no run of configs/ matches {pattern}")
-        return found
-
     def listed(self, pattern: str = "*") -> Iterator[str]:
         """Yield the names of models, clusters and runs that match a shell pattern, by their kind.
 

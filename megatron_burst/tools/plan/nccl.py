@@ -77,10 +77,6 @@ class Communicator(NamedTuple):
         spread = self.channels_of(np.array([*sizes], np.int64))
         return min(self.channels, int(spread.sum()))
 
-    def connections(self, peers: Peers) -> int:
-        """Return how many channels to and from peers a rank connects at its first messages."""
-        return self.a_peer * sum(peers)
-
     def buffers(self, peers: Peers) -> int:
         """Return the bytes of a GPU that they take."""
         found = self.a_peer * (peers.senders * _RECEIVING + peers.receivers * _SENDING)
