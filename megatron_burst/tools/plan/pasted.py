@@ -154,7 +154,8 @@ class Change:
         if line.program.endswith(".py") and not line.starts_us:
             before[-1:] = ["-m", OUR_RUNNER, line.program]
         before = [word for word in before if word.partition("=")[0] not in self.environment]
-        return [*_assigned(self.environment), *before, *self.of_words(line.flags)]
+        assigned = [f"{name}={v}" for name, v in self.environment.items() if v is not None]
+        return [*assigned, *before, *self.of_words(line.flags)]
 
     def of_line(self, line: LaunchLine) -> LaunchLine:
         """Return what the doctor judges of that command."""
@@ -173,7 +174,8 @@ def change(asked: Pasted) -> Change:
     Raises:
         ValueError: its step cannot be predicted.
     """
-    add = {name: v for name, v in {**ALONE, **CHUNKED_LOSS}.items() if _lacks(asked.flags, name)}
+    ours = {**ALONE, **CHUNKED_LOSS}
+    add = {n: v for n, v in ours.items() if asked.flags.get(n, "megatron") == "megatron"}
     found = Change(add, {n: asked.flags[n] for n in _THEIRS if n in asked.flags})
     flags = found.of(asked.flags)
     if memory.lacks(workload_of(flags, asked.cluster, asked.gpus)):
@@ -193,14 +195,6 @@ def variables(asked: Pasted, flags: Flags) -> dict[str, str | None]:
     return {_CONNECTIONS: "1"} if wants_one and not is_one else {}
 
 
-def _assigned(environment: Mapping[str, str | None]) -> list[str]:
-    return [f"{name}={value}" for name, value in environment.items() if value is not None]
-
-
 def without_theirs(flags: Flags) -> dict[str, Any]:
     """Return flags without those of Megatron's attention and loss."""
     return {name: value for name, value in flags.items() if name not in _THEIRS}
-
-
-def _lacks(flags: Flags, name: str) -> bool:
-    return str(flags.get(name, "megatron")) == "megatron"

@@ -126,9 +126,7 @@ def config_of[T: (BurstConfig, LmHeadConfig, MlpConfig)](config: type[T], given:
 
 def _mlp_chunks(given: Flags) -> int:
     """Return into how many chunks training will cut the tokens of a dense MLP."""
-    model, tensor = model_of(given), whole(given, "tensor-model-parallel-size")
-    tokens = whole(given, "micro-batch-size") * whole(given, "seq-length")
-    tokens //= whole(given, "context-parallel-size")
+    model, tensor, tokens = model_of(given), *_shares(given)
     between = model.others["mlp"].saved - 2 * model.hidden
     if given.get("sequence-parallel"):
         tokens //= tensor
@@ -147,12 +145,11 @@ def loss_chunking(given: Flags) -> Chunking | None:
     config = config_of(LmHeadConfig, given)
     if config.loss is not LmHeadLoss.CHUNKED:
         return None
-    model, tensor = model_of(given), whole(given, "tensor-model-parallel-size")
-    tokens = whole(given, "micro-batch-size") * whole(given, "seq-length")
+    model, tensor, tokens = model_of(given), *_shares(given)
     call = Call(chunk_size=config.chunk_size, memory_mb=config.memory_mb)
     element_bytes, gradient_bytes = _widths(given)
     sizes = Sizes(
-        tokens=tokens // whole(given, "context-parallel-size"),
+        tokens=tokens,
         vocabulary=model.vocabulary // tensor,
         hidden=model.hidden,
         dtype=torch.bfloat16 if element_bytes == 2 else torch.float32,
@@ -164,6 +161,13 @@ def loss_chunking(given: Flags) -> Chunking | None:
         kept_apart=True,  # of the forward, which has the loss mask
     )
     return call.chunking(sizes)
+
+
+def _shares(given: Flags) -> tuple[int, int]:
+    """The tensor-parallel size, and a context-parallel rank's tokens of a micro-batch."""
+    tokens = whole(given, "micro-batch-size") * whole(given, "seq-length")
+    context = whole(given, "context-parallel-size")
+    return whole(given, "tensor-model-parallel-size"), tokens // context
 
 
 def _widths(given: Flags) -> tuple[int, int]:

@@ -42,6 +42,7 @@ _SIZES = ("TP", "CP", "DP")
 _OF_EVERY_ROW = ("U", "rho", "GPU", "s/step", "tok/s", "MFU")
 _NOTHING = ("1", "-", "0", "0.0%")  # in all rows: not worth a word
 _FIRST_TO_GO = ("copies", "NIC", "sent", "MFU", "exposed", "host")
+_OURS = (*ALONE, "recompute-attention-fraction")  # of attention, beside --burst-...
 _MEANINGS = {
     "saved by": "saved by: what saves memory",
     "U": "U: Ulysses degree, ranks that share out the heads",
@@ -96,7 +97,7 @@ def show(found: Sequence[Candidate], most: int) -> None:
     for line in (*about(first.load, rows), *_table(rows), *_notes(first)):
         print(line)
     if first.fits:
-        added = {name: value for name, value in first.flags.items() if _is_ours(name)}
+        added = {n: v for n, v in first.flags.items() if n in _OURS or n.startswith("burst-")}
         say(f"flags of the first row for attention: {shlex.join(arguments(added))}")
         print(f"\nthe first row, on every node:\n{wrapped(first.command())}\n")
     say(f"loss: {describe_loss(first.flags)}")
@@ -107,10 +108,6 @@ def show(found: Sequence[Candidate], most: int) -> None:
 def _place(each: Candidate) -> tuple[object, ...]:
     load = each.load
     return load.tensor, load.context, load.pipeline, load.expert, load.sequences, each.savings
-
-
-def _is_ours(name: str) -> bool:
-    return name in (*ALONE, "recompute-attention-fraction") or name.startswith("burst-")
 
 
 def about(load: Workload, rows: Sequence[Candidate] = ()) -> list[str]:
@@ -159,7 +156,10 @@ def _table(rows: Sequence[Candidate]) -> Iterator[str]:
         if max(map(len, found)) <= _WIDTH:
             break
     yield from ("", *found, "")
-    yield from _legend(rows, [*alike, *varied], left_out)
+    marks = ["* what --context-parallel-algo burst alone takes"]
+    if any(each.lacks for each in rows):
+        marks.append("! needs more memory than there is")
+    yield from legend(rows, [*alike, *varied], marks, left_out)
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -172,15 +172,6 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for line in lines
     ]
-
-
-def _legend(
-    rows: Sequence[Candidate], known: Collection[str], left_out: Sequence[str]
-) -> Iterator[str]:
-    marks = ["* what --context-parallel-algo burst alone takes"]
-    if any(each.lacks for each in rows):
-        marks.append("! needs more memory than there is")
-    yield from legend(rows, known, marks, left_out)
 
 
 def legend(
@@ -237,18 +228,15 @@ def against(first: Candidate, default: Candidate) -> str:
 def _faster(first: Candidate, default: Candidate, way: Flags) -> str:
     if way is A2A and first.load.context not in first.load.degrees:
         return f"its heads do not divide over {first.load.context} ranks"
-    base = at_its_sizes(first, {**_without_ours(first.flags), **way})
+    # Settings that Megatron's attention does not have, taken back.
+    bare = {name: False for name in first.flags if name.startswith("burst-")}
+    base = at_its_sizes(first, {**bare, **way})
     if base.lacks:
         return missing(base)
     text = compared(base, first)
     if first.is_default or default.lacks:
         return text
     return f"first row {text}, * {compared(base, default)}"
-
-
-def _without_ours(flags: Flags) -> dict[str, Any]:
-    """Settings that Megatron's attention does not have, taken back."""
-    return {name: False for name in flags if name.startswith("burst-")}
 
 
 def missing(found: Candidate) -> str:

@@ -29,9 +29,8 @@ def as_trained(load: Workload) -> Workload:
     config = load.config
     if load.context == 1 or config.head_parallel_size is not None:
         return load
-    nodes = [rank // load.ranks_per_node for rank in range(load.context)]
     limit = config.memory_limit(load.cluster.memory)
-    size, _ = choose_degree(config, nodes, _common(load), limit, _known(load.cluster))
+    size, _ = choose_degree(config, load.nodes, _common(load), limit, _known(load.cluster))
     return load if size == 1 else replace(load, config=replace(config, head_parallel_size=size))
 
 

@@ -166,8 +166,12 @@ class Workload:
     @property
     def degrees(self) -> list[int]:
         """The Ulysses degrees that the context-parallel ranks may have."""
-        nodes = [rank // self.ranks_per_node for rank in range(self.context)]
-        return [1, *degrees(nodes, *self.heads)]
+        return [1, *degrees(self.nodes, *self.heads)]
+
+    @property
+    def nodes(self) -> list[int]:
+        """That of each context-parallel rank."""
+        return [rank // self.ranks_per_node for rank in range(self.context)]
 
     @property
     def ranks_per_node(self) -> int:
