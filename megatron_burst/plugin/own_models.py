@@ -109,10 +109,9 @@ def documents_must_come(models: list[Any]) -> list[Any]:
     Dev's pretrain_gpt.py takes --dataloader-inter-document-masking and leaves it out.
     """
 
-    def check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(model: Any, given: Mapping[str, Any]) -> None:
         if not model.training or model in seen:
             return
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         if given.get("packed_seq_params") is None:
             raise ValueError(
                 "--dataloader-inter-document-masking: this script gives the model no documents "

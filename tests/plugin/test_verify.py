@@ -344,9 +344,8 @@ def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = N
         packed = PackedDocuments(
             qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds
         )
-    model = SimpleNamespace(forward=lambda input_ids, position_ids, packed_seq_params=None: None)
     given = {"position_ids": torch.tensor([rows, rows]), "packed_seq_params": packed}
-    PositionHooks(shared)._look_at_ids(shared.context, model, (), given, None)
+    PositionHooks(shared)._look_at_ids(shared.context, shared, given, None)
     return shared.wrong["position ids"]
 
 

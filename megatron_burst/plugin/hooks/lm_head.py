@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -200,8 +199,7 @@ class ChunkedLoss:
         if is_first_of_its_stage():  # not the first rank of the job where there are stages
             logger.setLevel(logging.INFO)
 
-    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    def _before(self, _: Any, given: Mapping[str, Any]) -> None:
         self._labels, self._mask = given.get("labels"), given.get("loss_mask")
 
     def _after(self, *_: Any) -> None:
