@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.plugin.attention.recompute import Checkpoints, starts_a_pass
+from megatron_burst.plugin.attention.recompute import Checkpoints, nothing, starts_a_pass
 from megatron_burst.plugin.row_chunks import is_in_backward
 from megatron_burst.transport.host import HostMemory, Stored
 
@@ -31,8 +31,8 @@ class OffloadInputs:
     def __init__(self, checkpoints: Checkpoints | None) -> None:
         self._checkpoints, self._host = checkpoints, HostMemory()
         self._inputs: list[Callable[[], Any]] = []  # weak: of checkpoints whose forward runs
-        self._last: Callable[[], _Input | None] = _nothing  # of this forward, weak
-        self._next: Callable[[], _Input | None] = _nothing  # to come back, weak
+        self._last: Callable[[], _Input | None] = nothing  # of this forward, weak
+        self._next: Callable[[], _Input | None] = nothing  # to come back, weak
         self._comes_later = False  # behind the attention of this second pass
         self._hooks: list[saved_tensors_hooks] = []
 
@@ -51,7 +51,7 @@ class OffloadInputs:
         return models
 
     def _begin_forward(self) -> None:
-        self._last = _nothing
+        self._last = nothing
         self._inputs.clear()
 
     def _enter(self) -> None:
@@ -84,7 +84,7 @@ class OffloadInputs:
             self._comes_later = True
 
     def _fetch(self) -> None:
-        before, self._next = self._next(), _nothing
+        before, self._next = self._next(), nothing
         if before is not None:
             before.stored.fetch()
 
@@ -125,7 +125,3 @@ def _mtp_norms(model: Any) -> Iterator[Any]:
     """Yield what sees first what the checkpoint of an MTP layer saves."""
     for layer in getattr(getattr(model, "mtp", None), "layers", ()):
         yield from (layer.enorm, layer.hnorm)
-
-
-def _nothing() -> None:
-    """Stand in for a weak reference."""

@@ -31,7 +31,7 @@ from megatron_burst.plugin.hooks.layer_moves import LayerMoves
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
-from megatron_burst.plugin.models import NAMES, LanguageModel
+from megatron_burst.plugin.models import LanguageModel, need_language_models
 from megatron_burst.plugin.refusals import layer_pattern, recurrent_layers
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -73,8 +73,8 @@ class SequenceHooks:
             ValueError: a model that cannot follow.
         """
         layouts: dict[BurstContext, Layouts] = {}  # one for all stages of a pipeline
+        need_language_models("documents, and layouts other than zigzag: SequenceHooks", models)
         for model in models:
-            _check_model(model)
             context = self._shared.contexts.of(model.config, model.pg_collection)
             _check_core_attention(model)
             positions = Positions(context)
@@ -93,14 +93,6 @@ class SequenceHooks:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
         self._shared.follow_layout()
         return models
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, LanguageModel):
-        raise ValueError(
-            f"documents, and layouts other than zigzag, need a {NAMES}, not a "
-            f"{type(model).__name__}"
-        )
 
 
 def _check_core_attention(model: Any) -> None:
