@@ -9,6 +9,12 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 LanguageModel = GPTModel | HybridModel
 
 
+def mtp_layers(model: Any) -> Iterable[Any]:
+    """Return the layers of multi-token prediction on this stage of a model."""
+    found: Iterable[Any] = getattr(getattr(model, "mtp", None), "layers", ())
+    return found
+
+
 def need_language_models(flag: str, models: Iterable[Any]) -> None:
     """Raise a ValueError for a model whose layers a flag cannot reach."""
     for model in models:

@@ -59,7 +59,7 @@ class Checkpoints:
         self._is_second = False  # the pass in which the current call is
         self._last: Callable[[], Any] = nothing  # the call that began last in this forward
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *_: Any) -> None:
         """A model's forward or its MTP begins: what runs belongs to no earlier call any more."""
         self._current = self._last = nothing
 
@@ -126,16 +126,13 @@ class RecomputeHooks:
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the layers of all pipeline stages among `models` and return them."""
         for model in models:
-            before_calls(model, self._begin)
+            before_calls(model, self._checkpoints.begin_forward)
             if (mtp := getattr(model, "mtp", None)) is not None:  # whose layers keep nothing
-                mtp.register_forward_pre_hook(self._begin)
+                mtp.register_forward_pre_hook(self._checkpoints.begin_forward)
             for layer in model.decoder.layers if isinstance(model, LanguageModel) else ():
                 layer.register_forward_pre_hook(self._enter, with_kwargs=True)
                 layer.register_forward_hook(self._leave)
         return models
-
-    def _begin(self, *_: Any) -> None:
-        self._checkpoints.begin_forward()
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._checkpoints.enter_layer(args[0] if args else kwargs["hidden_states"])

@@ -97,7 +97,8 @@ class ChunkedMlp:
         """Return what the MLP returns for hidden states [tokens, batch, hidden]."""
         sizes = hidden.shape[:-1].numel(), hidden.shape[-1], self._between
         tokens = math.ceil(len(hidden) / (self._chunks or choose_mlp_chunks(*sizes)))
-        weights, is_idle = self._mlp.parameters(), self.output_is_idle
+        # The replay of a checkpoint that does not read it.
+        weights, is_idle = self._mlp.parameters(), not self._output_is_read and is_in_backward()
         output = in_row_chunks(hidden, self.run, tokens, weights, is_idle=is_idle)
         return (output, self._bias) if self._returns_bias else output
 
@@ -107,11 +108,6 @@ class ChunkedMlp:
         config = self._mlp.config
         ranks = 1 if config.sequence_parallel else self._mlp.tp_group.size()
         return config.ffn_hidden_size * (3 if config.gated_linear_unit else 2) / ranks
-
-    @property
-    def output_is_idle(self) -> bool:
-        """Whether this call replays a checkpoint, inside a backward, that does not read it."""
-        return not self._output_is_read and is_in_backward()
 
     def run(self, piece: Tensor) -> Tensor:
         """Return the output of the MLP for some tokens, without the bias that comes beside it."""

@@ -5,7 +5,7 @@ it back. They stand around the forward of the layers, in which nothing else that
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_burst.plugin.attention.recompute import Checkpoints, nothing, starts_a_pass
+from megatron_burst.plugin.models import mtp_layers
 from megatron_burst.plugin.row_chunks import is_in_backward
 from megatron_burst.transport.host import HostMemory, Stored
 
@@ -39,22 +40,24 @@ class OffloadInputs:
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the layers of all pipeline stages among `models` and return them."""
         for model in models:
-            model.register_forward_pre_hook(lambda *_: self._begin_forward())
+            model.register_forward_pre_hook(self._begin_forward)
             for part in (model.decoder, getattr(model, "mtp", None)):
                 if part is not None:
-                    part.register_forward_pre_hook(lambda *_: self._enter())
+                    part.register_forward_pre_hook(self._enter)
                     part.register_forward_hook(self._leave, always_call=True)
-            for module in (*model.decoder.layers, *_mtp_norms(model)):
+            # An MTP layer's norms see first what its checkpoint saves.
+            norms = (norm for layer in mtp_layers(model) for norm in (layer.enorm, layer.hnorm))
+            for module in (*model.decoder.layers, *norms):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
                 if (attention := _attention(module)) is not None:
                     attention.register_forward_pre_hook(self._attend)
         return models
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, *_: Any) -> None:
         self._last = nothing
         self._inputs.clear()
 
-    def _enter(self) -> None:
+    def _enter(self, *_: Any) -> None:
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.append(hooks)
         hooks.__enter__()
@@ -119,9 +122,3 @@ class _Input:
 def _attention(layer: Any) -> Any:
     """Return the attention of a layer, or None: of no other mixer."""
     return getattr(getattr(layer, "self_attention", None), "core_attention", None)
-
-
-def _mtp_norms(model: Any) -> Iterator[Any]:
-    """Yield what sees first what the checkpoint of an MTP layer saves."""
-    for layer in getattr(getattr(model, "mtp", None), "layers", ()):
-        yield from (layer.enorm, layer.hnorm)
