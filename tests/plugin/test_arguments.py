@@ -24,7 +24,7 @@ from megatron_burst.plugin.arguments import (
 )
 from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, OFF, WORKING
-from megatron_burst.plugin.refusals import beyond, refusals
+from megatron_burst.plugin.refusals import broken_limits, refusals
 from megatron_burst.plugin.settings import (
     burst_config_from_args,
     checks_files,
@@ -584,7 +584,7 @@ def test_a_limit_names_something_of_megatron_and_its_working_values_pass(
     assert hasattr(args, limit) or limit in {*fields, "modelopt_enabled", "logit_dtype"}
     for value in WORKING.get(limit, OFF):
         setattr(args, limit, value)
-        assert beyond(limits, args) == [] and (ours == CHUNKED or refusals(args) == [])
+        assert broken_limits(limits, args) == [] and (ours == CHUNKED or refusals(args) == [])
         args.cp_comm_type = None
         configure(args)
 

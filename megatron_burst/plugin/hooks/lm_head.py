@@ -24,7 +24,7 @@ from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, is_sharded, weight_sum
 from megatron_burst.plugin.limits import LM_HEAD_LIMITS
 from megatron_burst.plugin.models import LanguageModel, need_language_models
-from megatron_burst.plugin.refusals import beyond, refuse_all
+from megatron_burst.plugin.refusals import broken_limits, refuse_all
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ChunkedHead:
 
 def _check(model: LanguageModel) -> None:
     layer = model.output_layer
-    reasons = beyond(LM_HEAD_LIMITS, model.config)
+    reasons = broken_limits(LM_HEAD_LIMITS, model.config)
     if type(layer) not in _OUTPUT_LAYERS:
         reasons.append(f"the output layer is a {type(layer).__name__}, not a ColumnParallelLinear")
     elif layer.bias is not None:

@@ -14,7 +14,7 @@ from megatron_burst.config import MlpConfig
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING
 from megatron_burst.plugin.models import need_language_models
-from megatron_burst.plugin.refusals import beyond, refuse_all
+from megatron_burst.plugin.refusals import broken_limits, refuse_all
 from megatron_burst.plugin.row_chunks import in_row_chunks, is_in_backward, unmade
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class ChunkedMlps:
         need_language_models("--mlp-chunks", models)
         for model in models:
             refuse_all(
-                "--mlp-chunks cannot run this", beyond(MLP_LIMITS, model.config, MLP_WORKING)
+                "--mlp-chunks cannot run this", broken_limits(MLP_LIMITS, model.config, MLP_WORKING)
             )
             replayed = _replayed_alone(model)
             found = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model, replayed)]
