@@ -21,10 +21,8 @@ from tests.training.launcher import (
     report,
     train,
 )
+from tests.training.test_masks import CP2, PER_TOKEN, SEGMENTED, TP2
 
-PER_TOKEN = "--calculate-per-token-loss"
-CP2 = "--context-parallel-size 2"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 HYBRID = "--hybrid-layer-pattern *-*-"
@@ -34,7 +32,6 @@ EXPERTS = (
     "--moe-shared-expert-intermediate-size 96 --moe-grouped-gemm"
 )
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-SEGMENTED = "--burst-layout segmented-zigzag"
 DOCUMENTS = "--dataloader-inter-document-masking --reset-position-ids --eod-mask-loss"
 FSDP = """
     --use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor
