@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
-from megatron_burst.plugin.refusals import beyond, refuse_all
+from megatron_burst.plugin.refusals import broken_limits, refuse_all
 
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -86,7 +86,7 @@ def check_cpu_arguments(args: argparse.Namespace) -> None:
     """
     if args.yaml_cfg is not None:
         return
-    reasons = beyond(CPU_LIMITS, args, _WORKING)
+    reasons = broken_limits(CPU_LIMITS, args, _WORKING)
     if args.profile and not args.use_pytorch_profiler:
         reasons.append("--profile starts CUDA's profiler: add --use-pytorch-profiler")
     if args.fp32_residual_connection and (args.bf16 or args.fp16):

@@ -14,7 +14,7 @@ from megatron_burst.loss.chunk import InTorch, InTriton, Tokens, workspace
 from megatron_burst.loss.chunk_size import Chunking
 from megatron_burst.loss.kept import Kept
 from megatron_burst.loss.products import LogitsGradient, OwnSum, WeightSum
-from megatron_burst.loss.tokens import Hidden, HiddenGradient, Some, Spread, put, slices, take
+from megatron_burst.loss.tokens import Chosen, Hidden, HiddenGradient, Spread, put, slices, take
 from megatron_burst.loss.vocabulary import Targets, Vocabulary, losses
 
 type _Tokens = tuple[Hidden, Tensor, Tensor, Tensor, *tuple[Tensor, ...]]
@@ -44,18 +44,18 @@ class Head:
         made = states.new_zeros(2 + self.call.entropy, *targets.shape, dtype=wide)
         counted = where.counted.view(targets.shape)
         if weights is None:
-            self._losses(self.spread.some(states, counted), targets, made)
+            self._losses(self.spread.choose(states, counted), targets, made)
             return made, None
         known = where.known.view(targets.shape)
         weights = weights.to(wide).masked_fill(~(counted & known), 0.0)
-        weighed = self.spread.some(states, weights != 0)
-        others = self.spread.some(states, counted & (weights == 0))
+        weighed = self.spread.choose(states, weights != 0)
+        others = self.spread.choose(states, counted & (weights == 0))
         kept = self._losses_and_gradients(weighed, targets, weights, made, wants)
         if weighed[1] is not None:
             self._losses(others, targets, made)
         return made, kept
 
-    def _losses(self, chosen: Some, targets: Tensor, made: Tensor) -> None:
+    def _losses(self, chosen: Chosen, targets: Tensor, made: Tensor) -> None:
         """Fill in `made` for some tokens; the shards' statistics are combined for many chunks."""
         hidden, index = chosen
         if not len(hidden):
@@ -73,7 +73,7 @@ class Head:
 
     def _losses_and_gradients(
         self,
-        chosen: Some,
+        chosen: Chosen,
         targets: Tensor,
         weights: Tensor,
         made: Tensor,
@@ -215,7 +215,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             return None if dh is None else dh.view(hidden.shape), dw, None, None
         del kept  # its memory
         weighed = torch.stack(given).count_nonzero(0) > 0  # NaN is not 0
-        tokens, index = head.spread.some(hidden.reshape(-1, hidden.shape[-1]), weighed)
+        tokens, index = head.spread.choose(hidden.reshape(-1, hidden.shape[-1]), weighed)
         targets, lse, grad = (take(x, index) for x in (targets, lse, given[0]))
         of_entropy = (take(x, index) for x in (*entropy, *given[1:]))
         size = head.chunking.tokens // head.spread.parts

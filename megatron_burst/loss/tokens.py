@@ -36,7 +36,7 @@ class Hidden:
         return self.states if self.index is None else self.states[self.index]
 
 
-type Some = tuple[Hidden, Tensor | None]
+type Chosen = tuple[Hidden, Tensor | None]
 """Hidden states of some tokens, and which of each part they are, [parts, tokens]; None: all."""
 
 
@@ -58,7 +58,7 @@ class Spread:
     group: dist.ProcessGroup | None  # that the vocabulary is spread over, too
     parts: int
 
-    def some(self, hidden: Tensor, chosen: Tensor) -> Some:
+    def choose(self, hidden: Tensor, chosen: Tensor) -> Chosen:
         """Return those tokens that are `chosen` [parts, tokens of a part].
 
         Every part gives as many: where it has fewer, others after them. The host waits for the

@@ -17,6 +17,7 @@ _CORE = "megatron.core"
 _LAYERS, _DATASETS = f"{_CORE}.transformer", f"{_CORE}.datasets"
 _TRAINING = "megatron.training"
 _ROTARY = f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
+_OF_A_CALL = "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"
 
 # Parameters by which ours reads or changes a call of Megatron's; all others are handed on.
 WRAPPED: Mapping[str, str] = {
@@ -37,16 +38,10 @@ WRAPPED: Mapping[str, str] = {
     f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__": (
         "config transformer_layer_spec mtp_block_spec vp_stage"
     ),
-    f"{_CORE}.models.gpt.gpt_model:GPTModel.forward": (
-        "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"
-    ),
-    f"{_CORE}.models.gpt.gpt_model:GPTModel.build_schedule_plan": (
-        "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"
-    ),
+    f"{_CORE}.models.gpt.gpt_model:GPTModel.forward": _OF_A_CALL,
+    f"{_CORE}.models.gpt.gpt_model:GPTModel.build_schedule_plan": _OF_A_CALL,
     f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__": "config hybrid_stack_spec",
-    f"{_CORE}.models.hybrid.hybrid_model:HybridModel.forward": (
-        "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"
-    ),
+    f"{_CORE}.models.hybrid.hybrid_model:HybridModel.forward": _OF_A_CALL,
     f"{_CORE}.models.hybrid.hybrid_block:HybridStack.__init__": (
         "config submodules layer_type_list post_layer_norm post_process pg_collection"
     ),

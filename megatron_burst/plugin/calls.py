@@ -10,26 +10,37 @@ No forward of the model, of its block or of a layer runs then, nor a hook of the
 consist of is called as ever. One plan of a model at a time is between its arguments and its output.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-type Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-type After = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
+type Given = dict[str, Any]  # the arguments of a call, by their names
+type Before = Callable[[Any, Given], Given | None]
+type After = Callable[[Any, Given, Any], Any]
 
 
 def before_calls(model: Any, hook: Before) -> None:
-    """Call `hook(model, args, kwargs)` before each call; it may return others, as in torch."""
-    model.register_forward_pre_hook(hook, with_kwargs=True)
+    """Call `hook(model, given)` before each call; it may return other arguments."""
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: Given) -> tuple[tuple[()], Given] | None:
+        changed = hook(model, _by_name(model.forward, args, kwargs))
+        return None if changed is None else ((), changed)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
     if plans := _plans_of(model):
         plans.before.append(hook)
 
 
 def after_calls(model: Any, hook: After, *, always_call: bool = False) -> None:
-    """Call `hook(model, args, kwargs, output)` after each call; it may return another output.
+    """Call `hook(model, given, output)` after each call; it may return another output.
 
     `always_call`: a forward that fails ends with it, too.
     """
-    model.register_forward_hook(hook, with_kwargs=True, always_call=always_call)
+
+    def after(_: Any, args: tuple[Any, ...], kwargs: Given, output: Any) -> Any:
+        return hook(model, _by_name(model.forward, args, kwargs), output)
+
+    model.register_forward_hook(after, with_kwargs=True, always_call=always_call)
     if plans := _plans_of(model):
         plans.after.append(hook)
 
@@ -45,22 +56,26 @@ class _Plans:
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Return Megatron's plan of other arguments, whose last node makes another output."""
-        model = self._model
+        model, given = self._model, _by_name(self._build, args, kwargs)
         for before in self.before:
-            args, kwargs = before(model, args, kwargs) or (args, kwargs)
-        plan = self._build(*args, **kwargs)
+            given = before(model, given) or given
+        plan = self._build(**given)
         node = _last_node(plan)
         run = node.forward_func
 
         def run_and_end(*inputs: Any) -> Any:
             output = run(*inputs)
             for after in self.after:
-                changed = after(model, args, kwargs, output)
+                changed = after(model, given, output)
                 output = output if changed is None else changed
             return output
 
         node.forward_func = run_and_end
         return plan
+
+
+def _by_name(function: Any, args: tuple[Any, ...], kwargs: Given) -> Given:
+    return dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
 
 
 def _plans_of(model: Any) -> _Plans | None:

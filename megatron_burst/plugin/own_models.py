@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -15,7 +15,7 @@ from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.calls import before_calls
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
-from megatron_burst.plugin.models import NAMES, LanguageModel
+from megatron_burst.plugin.models import need_language_models
 
 type _Rewrite = Callable[[Any, Mapping[str, Any]], Any]  # of a spec, by the other arguments
 
@@ -53,16 +53,12 @@ def _specs_rewritten(shared: SharedState | None) -> Iterator[None]:
     def layers(spec: Any, given: Mapping[str, Any]) -> Any:
         return LayerSpecProvider(spec, shared)(given["config"], given.get("vp_stage"))
 
-    def mtp(spec: Any, _: Mapping[str, Any]) -> Any:
-        return mtp_spec(spec, shared)
-
-    def stack(spec: Any, _: Mapping[str, Any]) -> Any:
-        return stack_spec(spec, shared)
-
-    with ExitStack() as constructors:
-        gpt: dict[str, _Rewrite] = {"transformer_layer_spec": layers, "mtp_block_spec": mtp}
-        constructors.enter_context(_constructor(GPTModel, gpt))
-        constructors.enter_context(_constructor(HybridModel, {"hybrid_stack_spec": stack}))
+    of_gpt: dict[str, _Rewrite] = {
+        "transformer_layer_spec": layers,
+        "mtp_block_spec": lambda spec, _: mtp_spec(spec, shared),
+    }
+    of_hybrid: dict[str, _Rewrite] = {"hybrid_stack_spec": lambda spec, _: stack_spec(spec, shared)}
+    with _constructor(GPTModel, of_gpt), _constructor(HybridModel, of_hybrid):
         yield
 
 
@@ -99,8 +95,8 @@ def check_attention(models: list[Any], shared: SharedState) -> None:
                 f"--context-parallel-algo {shared.config.algorithm}: the {kind} that was built has "
                 f"{type(found[0]).__name__} for its attention, and nothing of ours: {REMEDY}"
             )
-        if shared.checkpoints is not None and not isinstance(model, LanguageModel):
-            raise ValueError(f"--recompute-attention-fraction needs a {NAMES}, not a {kind}")
+    if shared.checkpoints is not None:
+        need_language_models("--recompute-attention-fraction", models)
 
 
 def documents_must_come(models: list[Any]) -> list[Any]:
@@ -109,10 +105,9 @@ def documents_must_come(models: list[Any]) -> list[Any]:
     Dev's pretrain_gpt.py takes --dataloader-inter-document-masking and leaves it out.
     """
 
-    def check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(model: Any, given: Mapping[str, Any]) -> None:
         if not model.training or model in seen:
             return
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         if given.get("packed_seq_params") is None:
             raise ValueError(
                 "--dataloader-inter-document-masking: this script gives the model no documents "

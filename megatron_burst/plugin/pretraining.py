@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import peak_resident_bytes
+from megatron_burst.plugin.refusals import documents_flag
 from megatron_burst.transport import lock
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def _next_batch(
     the boundaries, if nothing else.
     """
     args = get_args()
-    documents = _has_documents(args)
+    documents = documents_flag(args) is not None
     on_edge = is_first_or_last_pipeline_stage(vp_stage)
     if not (on_edge or documents):
         return dict.fromkeys((*_BATCH_KEYS, *_DOCUMENT_KEYS))
@@ -233,12 +234,8 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _reads_data(vp_stage: int | None) -> bool:
-    reads = is_first_or_last_pipeline_stage(vp_stage) or _has_documents(get_args())
+    reads = is_first_or_last_pipeline_stage(vp_stage) or documents_flag(get_args())
     return bool(reads and mpu.get_tensor_model_parallel_rank() == 0)
-
-
-def _has_documents(args: Namespace) -> bool:
-    return bool(args.dataloader_inter_document_masking or args.sft)
 
 
 def _dataset_config(args: Namespace) -> GPTDatasetConfig:

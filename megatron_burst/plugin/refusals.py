@@ -47,7 +47,7 @@ def refusals(settings: Any) -> list[str]:
     )
     others = (reason for check in checks for reason in check(settings))
     return [
-        *beyond({**LIMITS, **DEV_LIMITS}, settings),
+        *broken_limits({**LIMITS, **DEV_LIMITS}, settings),
         *others,
         *pattern_refusals(layer_pattern(settings), settings),
     ]
@@ -57,7 +57,7 @@ def lm_head_refusals(args: Any) -> list[str]:
     """Return why the chunked loss cannot run with Megatron's parsed arguments, one line each."""
     documents = documents_flag(args)
     ranks, name = args.context_parallel_size, getattr(args, "context_parallel_algo", None)
-    reasons = beyond(LM_HEAD_LIMITS, args)
+    reasons = broken_limits(LM_HEAD_LIMITS, args)
     if args.mtp_num_layers and documents and ranks > 1 and name == MEGATRON:
         reasons.append(
             f"mtp_num_layers = {args.mtp_num_layers}, {documents} = True: over {ranks} "
@@ -71,7 +71,7 @@ def sharding_refusals(args: Any) -> Iterator[str]:
     """Yield why none of our flags can run beside the weights that Megatron shards."""
     for flag, limits in SHARDING_LIMITS.items():
         if getattr(args, flag, False):
-            yield from beyond(limits, args)
+            yield from broken_limits(limits, args)
 
 
 def documents_flag(args: Any) -> str | None:
@@ -119,7 +119,7 @@ def recurrent_layers(pattern: str | None) -> str:
     return " and ".join(name for symbol, name in named.items() if symbol in (pattern or ""))
 
 
-def beyond(
+def broken_limits(
     limits: Mapping[str, str],
     settings: Any,
     working: Mapping[str, tuple[Any, ...]] = WORKING,

@@ -19,7 +19,7 @@ from megatron_burst.config import (
 from megatron_burst.plugin.flags import flags
 from megatron_burst.plugin.limits import LATENT_LIMITS, MEGATRON, MLP_LIMITS, MLP_WORKING
 from megatron_burst.plugin.refusals import (
-    beyond,
+    broken_limits,
     documents_flag,
     lm_head_refusals,
     refuse_all,
@@ -95,7 +95,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
 
 def _with_sendable_latents(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     """Return the settings with K and V sent where it is known that latents cannot be."""
-    reasons, has_latents = beyond(LATENT_LIMITS, args), args.multi_latent_attention
+    reasons, has_latents = broken_limits(LATENT_LIMITS, args), args.multi_latent_attention
     if config.mla is Mla.LATENT:
         missing = [] if has_latents else ["the model has none: add --multi-latent-attention"]
         refuse_all(f"--burst-mla {config.mla} cannot run this", [*reasons, *missing])
@@ -144,7 +144,7 @@ def mlp_config_from_args(args: argparse.Namespace) -> MlpConfig | None:
     modules = {"mlp", "shared_experts", "moe"} & set(args.recompute_modules or ())
     again = args.recompute_granularity == "selective" and bool(modules)
     text = f"--recompute-modules {' '.join(sorted(modules))}: chunks recompute it: drop it there"
-    reasons = [*beyond(MLP_LIMITS, args, MLP_WORKING), *[text] * again]
+    reasons = [*broken_limits(MLP_LIMITS, args, MLP_WORKING), *[text] * again]
     refuse_all("--mlp-chunks cannot run this", reasons)
     return config
 

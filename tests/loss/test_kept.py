@@ -1,6 +1,7 @@
 """Gradients that the forward makes: those of float64, wherever they hold and where not. (fast)"""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk import InTorch
 from megatron_burst.loss.chunk_size import KEPT_MB, Chunking, Sizes, choose, within
 from megatron_burst.loss.kept import Keeper
-from tests.loss.oracle import OBJECTIVES, Case, Result, errors, make_case, oracle
+from tests.loss.oracle import OBJECTIVES, Case, Result, errors, make_case, oracle, relative_error
 from tests.loss.test_memory import MIB, K, peak_bytes
 from tests.workers import Team, WorkerPool
 
@@ -140,35 +141,6 @@ def test_a_wrong_target_counts_where_its_gradient_does() -> None:
     assert max(errors(found, oracle(case, FACTOR * mask))[1:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("which", ["hidden", "weight"])
-def test_only_one_input_wants_a_gradient(which: str) -> None:
-    case = make_case()
-    inputs = {"hidden": case.hidden.clone(), "weight": case.weight.clone()}
-    inputs[which].requires_grad_()
-    mask = a_mask(case)
-    losses_of(**inputs, targets=case.targets, call=Call(weights=mask)).backward(FACTOR * mask)
-    expected = oracle(case, FACTOR * mask)
-    assert (
-        errors(Result(*3 * [inputs[which].grad]), Result(*3 * [getattr(expected, f"d_{which}")]))[0]
-        < TOLERANCE
-    )
-
-
-def test_backward_may_run_twice_and_a_changed_weight_is_noticed(made: list[int]) -> None:
-    case = make_case()
-    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
-    loss = linear_cross_entropy(hidden, weight, case.targets, reduction="sum") * FACTOR
-    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    again = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    assert sum(made) == 2 * 17
-    for a, b in zip(once, again, strict=True):
-        torch.testing.assert_close(a, b)
-    with torch.no_grad():
-        weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_evaluation_and_float16_keep_nothing(made: list[int]) -> None:
     case = make_case(dtype=torch.float16)
     inputs = [x.clone().requires_grad_() for x in (case.hidden, case.weight)]
@@ -288,48 +260,52 @@ def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
     assert 0.9 * said[0].peak < peak <= said[0].peak <= 64 * MIB
 
 
-def test_one_forward_at_a_time_keeps() -> None:
-    case, keeper, said = make_case(), Keeper(), []
-    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
+def one_model() -> tuple[Case, Tensor, list[Chunking], Callable[[], Tensor]]:
+    """Inputs that want gradients, a mask, what was said, and a forward with one keeper."""
+    case, said = make_case(), []
+    for x in (case.hidden, case.weight):
+        x.requires_grad_()
     mask = a_mask(case)
-    call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
-    first, second = (losses_of(hidden, weight, case.targets, call) for _ in range(2))
+    call = Call(weights=mask, keeper=Keeper(), on_chunking=said.append)
+    return case, mask, said, lambda: losses_of(*case[:3], call)
+
+
+def check_gradients(case: Case, expected: Result) -> None:
+    for x, wanted in ((case.hidden, expected.d_hidden), (case.weight, expected.d_weight)):
+        assert relative_error(x.grad, wanted) < TOLERANCE
+
+
+def test_one_forward_at_a_time_keeps() -> None:
+    case, mask, said, forward = one_model()
+    first, second = (forward() for _ in range(2))
     first.backward(mask)
-    third = losses_of(hidden, weight, case.targets, call)
+    third = forward()
     assert [chunking.keeps for chunking in said] == [True, False, True]
     second.backward(mask)
     third.backward(mask)
-    expected = oracle(case, 3 * mask)
-    assert errors(Result(first, hidden.grad, weight.grad), expected)[1:] < [TOLERANCE] * 2
+    check_gradients(case, oracle(case, 3 * mask))
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_who_keeps_depends_on_no_garbage(lives: bool) -> None:
     """Else ranks would differ: a loss that nobody uses may be in a cycle."""
-    case, keeper, said = make_case(), Keeper(), []
-    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
-    mask = a_mask(case)
-    call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
-    losses = [losses_of(hidden, weight, case.targets, call)]
+    case, mask, said, forward = one_model()
+    losses = [forward()]
     if not lives:
         losses.clear()
-    losses += [losses_of(hidden, weight, case.targets, call) for _ in range(4)]
+    losses += [forward() for _ in range(4)]
     assert [chunking.keeps for chunking in said] == [True, False, False, False, True]
     losses[0].backward(mask)  # that had kept first, and gave up
     losses[-1].backward(mask)
-    expected = oracle(case, 2 * mask)
-    assert errors(Result(losses[0], hidden.grad, weight.grad), expected)[1:] < [TOLERANCE] * 2
-    losses_of(hidden, weight, case.targets, call)
+    check_gradients(case, oracle(case, 2 * mask))
+    forward()
     assert said[-1].keeps
 
 
 def test_three_wrong_in_a_row_end_it(caplog: pytest.LogCaptureFixture) -> None:
-    case, keeper, said = make_case(), Keeper(), []
-    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
-    mask = a_mask(case)
-    call = Call(weights=mask, keeper=keeper, on_chunking=said.append)
+    case, mask, said, forward = one_model()
     for grad in (case.grad, case.grad, mask, *4 * [case.grad]):
-        losses_of(hidden, weight, case.targets, call).backward(grad)
+        forward().backward(grad)
     assert [chunking.keeps for chunking in said] == [True] * 6 + [False]
     assert caplog.text.count("no multiple of the loss mask") == 1
 

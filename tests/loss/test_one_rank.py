@@ -88,16 +88,15 @@ def test_large_logits_do_not_overflow() -> None:
     assert all(part.isfinite().all() for part in found)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("which", ["hidden", "weight"])
-def test_only_one_input_wants_a_gradient(which: str) -> None:
-    case = make_case()
-    grad = torch.full_like(case.grad, 0.37)
-    hidden = case.hidden.clone().requires_grad_(which == "hidden")
-    weight = case.weight.clone().requires_grad_(which == "weight")
-    linear_cross_entropy(hidden, weight, case.targets, chunk_size=4).backward(grad)
-    expected = oracle(case, grad)
-    wanted, other = (hidden, weight) if which == "hidden" else (weight, hidden)
+def test_only_one_input_wants_a_gradient(which: str, reduction: str) -> None:
+    case, options = make_case(), {"chunk_size": 4, "reduction": reduction}
+    wanted, other = (case.hidden, case.weight)[:: 1 if which == "hidden" else -1]
+    wanted.requires_grad_()
+    (linear_cross_entropy(*case[:3], **options).sum() * 0.37).backward()
     assert wanted.grad is not None and other.grad is None
+    expected = oracle(case, torch.full_like(case.grad, 0.37))
     assert relative_error(wanted.grad, getattr(expected, f"d_{which}")) < TOLERANCE
 
 
@@ -111,23 +110,18 @@ def test_without_gradients_there_is_no_graph_and_none_are_made() -> None:
     assert relative_error(loss, oracle(case).loss) < TOLERANCE
 
 
-def test_backward_may_run_twice() -> None:
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_backward_may_run_twice_and_a_changed_weight_is_noticed(reduction: str) -> None:
     case = make_case()
-    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
-    loss = linear_cross_entropy(hidden, weight, case.targets).sum()
-    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    inputs = [x.requires_grad_() for x in (case.hidden, case.weight)]
+    loss = linear_cross_entropy(*inputs, case.targets, reduction=reduction).sum() * 0.37
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
     first = [part.clone() for part in first]
-    second = torch.autograd.grad(loss, (hidden, weight))
+    second = torch.autograd.grad(loss, inputs, retain_graph=True)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_a_changed_weight_is_noticed() -> None:
-    case = make_case()
-    hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
-    loss = linear_cross_entropy(hidden, weight, case.targets).sum()
     with torch.no_grad():
-        weight.mul_(2)
+        case.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

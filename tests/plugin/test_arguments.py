@@ -24,7 +24,7 @@ from megatron_burst.plugin.arguments import (
 )
 from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, OFF, WORKING
-from megatron_burst.plugin.refusals import beyond, refusals
+from megatron_burst.plugin.refusals import broken_limits, refusals
 from megatron_burst.plugin.settings import (
     burst_config_from_args,
     checks_files,
@@ -422,16 +422,19 @@ def test_devs_local_layers_get_no_name(parser: argparse.ArgumentParser) -> None:
     assert "know all_gather alone: give no --cp-comm-type" in refusal(parser, mixed, **dev)
 
 
+def transformer_engine_is(monkeypatch: pytest.MonkeyPatch, found: object) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *more: found if name == "transformer_engine" else find_spec(name, *more),
+    )
+
+
 def test_megatrons_own_attention_beside_ours_has_limits(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     line = MIXED + "p2p burst "
-    find_spec = importlib.util.find_spec
-    installed = object()
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, *more: installed if name == "transformer_engine" else find_spec(name, *more),
-    )
+    transformer_engine_is(monkeypatch, object())
     configure(parse(parser, line))
     for flag, value in (
         ("--burst-layout", " segmented-zigzag"),
@@ -441,32 +444,23 @@ def test_megatrons_own_attention_beside_ours_has_limits(
     ):
         text = refusal(parser, line + flag + value)
         assert re.search(rf"burst p2p burst cannot run this:\n  layers with p2p .*{flag}", text)
-    installed = None  # type: ignore[assignment]
+    transformer_engine_is(monkeypatch, None)
     text = refusal(parser, line)
     assert "layers with p2p need TransformerEngine, which is not installed: name burst" in text
     configure(parse(parser, line + "--context-parallel-size 1"))
     configure(parse(parser, line + "--spec my_spec layers"))  # whose classes may need nothing
 
 
-def test_megatrons_context_parallelism_without_transformer_engine_says_what_to_install(
+def test_megatrons_context_parallelism_says_that_it_needs_transformer_engine(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, *more: None if name == "transformer_engine" else find_spec(name, *more),
-    )
+    transformer_engine_is(monkeypatch, None)
     text = refusal(parser, "--context-parallel-algo megatron --context-parallel-size 2")
     assert "--context-parallel-size 2 needs TransformerEngine" in text
     assert re.search(r"install transformer-engine\[pytorch\]==\d", text)
     assert "--context-parallel-algo burst" in text
     configure(parse(parser, "--context-parallel-algo megatron"))  # one rank needs nothing
-
-
-def test_megatrons_context_parallelism_with_transformer_engine_is_left_alone(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object())
+    transformer_engine_is(monkeypatch, object())
     args = parse(parser, "--context-parallel-size 2 --cp-comm-type a2a")
     configure(args)
     assert args.cp_comm_type == ["a2a"]
@@ -590,7 +584,7 @@ def test_a_limit_names_something_of_megatron_and_its_working_values_pass(
     assert hasattr(args, limit) or limit in {*fields, "modelopt_enabled", "logit_dtype"}
     for value in WORKING.get(limit, OFF):
         setattr(args, limit, value)
-        assert beyond(limits, args) == [] and (ours == CHUNKED or refusals(args) == [])
+        assert broken_limits(limits, args) == [] and (ours == CHUNKED or refusals(args) == [])
         args.cp_comm_type = None
         configure(args)
 

@@ -44,9 +44,9 @@ class Model(torch.nn.Module):
 
 
 def hooked(model: Model, seen: list[Any]) -> Model:
-    before_calls(model, lambda _, args, kwargs: ((args[0] + 1,), kwargs))
-    before_calls(model, lambda _, args, kwargs: seen.append((args, kwargs)))
-    after_calls(model, lambda _, args, kwargs, output: output + 10 * args[0])
+    before_calls(model, lambda _, given: {**given, "x": given["x"] + 1})
+    before_calls(model, lambda _, given: seen.append((given,)))
+    after_calls(model, lambda _, given, output: output + 10 * given["x"])
     after_calls(model, lambda *given: seen.append(given[1:]), always_call=True)
     return model
 
@@ -60,7 +60,7 @@ def test_hooks_see_a_plan_as_they_see_a_forward(nodes: int) -> None:
     assert seen_in_plan == seen_in_forward[:1], "the end of the call comes with the last node"
     outputs = [plan.made[name].forward_func() for name in NODES[:nodes]]
     assert outputs == [6] * (nodes - 1) + [expected] and expected == 26
-    assert seen_in_plan == seen_in_forward == [((2,), {"scale": 3}), ((2,), {"scale": 3}, 26)]
+    assert seen_in_plan == seen_in_forward == [({"x": 2, "scale": 3},), ({"x": 2, "scale": 3}, 26)]
 
 
 def test_a_model_without_plans_has_its_forward_alone() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig
-from tests.plugin.test_layer_spec import leaves
+from tests.plugin.test_layer_spec import build, leaves
 
 pytest.importorskip("megatron.training.models.gpt")
 hybrid_layer_specs = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
@@ -22,13 +22,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
 )
 from megatron.core.models.hybrid.hybrid_block import HybridStack  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.latent_layers import LatentSelfAttention  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import name_mtp_layers  # noqa: E402
@@ -173,11 +171,7 @@ def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(
     for place in ("decoder", "mtp"):
         layer = torch.nn.Module()
         layer.self_attention = torch.nn.Module()
-        layer.self_attention.core_attention = BurstCoreAttention(
-            **{"shared": shared, "config": config(), "layer_number": 1},
-            **{"attn_mask_type": AttnMaskType.causal, "attention_type": "self"},
-            pg_collection=GROUPS,
-        )
+        layer.self_attention.core_attention = build(shared=shared, layer_number=1)
         setattr(model, place, torch.nn.ModuleList([layer]))
     name_mtp_layers([model])
     q = torch.full((8, 1, 4, 8), torch.nan)

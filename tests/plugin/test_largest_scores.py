@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.reference.dense import Visibility
 from tests import oracle
 from tests.workers import Team, WorkerPool
 
@@ -96,8 +97,8 @@ def test_what_is_above_the_threshold_is_exact(
 def test_nothing_is_multiplied_where_nothing_is_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """And memory does not grow with the pairs."""
     monkeypatch.setattr(largest_scores_module, "_PAIRS_AT_ONCE", 100)
-    parts = mock.Mock(side_effect=largest_scores_module._sees)
-    monkeypatch.setattr(largest_scores_module, "_sees", parts)
+    parts = mock.Mock(side_effect=Visibility.pairs)
+    monkeypatch.setattr(Visibility, "pairs", lambda *given: parts(*given))
     module = build(config={"qk_clip": True})
     q, k, v = (x.transpose(0, 1).requires_grad_() for x in micro_batch(0))
     module(q / 2, k, v, None)

@@ -66,6 +66,11 @@ def gradients(mlp: Mlp, run: Run, dtype: torch.dtype) -> list[Tensor]:
     return [t for t in found if t is not None]
 
 
+def check_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("chunks", [2, 5, 13, 40])
 @pytest.mark.parametrize("kind", [Mlp, Shared])
 def test_equals_the_whole(kind: type[Mlp], chunks: int) -> None:
@@ -74,8 +79,7 @@ def test_equals_the_whole(kind: type[Mlp], chunks: int) -> None:
     ChunkedMlp(chunked, True, chunks)
     found = gradients(chunked, add_residual, torch.float64)
     assert len(found) == len(expected) == (5 if kind is Shared else 6)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+    check_same(found, expected)
 
 
 def replayed(mlp: Mlp, x: Tensor) -> Tensor:
@@ -88,8 +92,7 @@ def test_a_replay_of_one_layer_computes_no_output() -> None:
     chunked = Mlp(torch.float64)
     ChunkedMlp(chunked, False, 4)
     found = gradients(chunked, replayed, torch.float64)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+    check_same(found, expected)
     assert chunked.calls == 4 + 4, "first pass and backward"
 
 
@@ -101,8 +104,7 @@ def test_a_replay_whose_output_is_read_computes_it() -> None:
     expected = gradients(Mlp(torch.float64), twice, torch.float64)
     chunked = Mlp(torch.float64)
     ChunkedMlp(chunked, True, 4)
-    for one, other in zip(gradients(chunked, twice, torch.float64), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+    check_same(gradients(chunked, twice, torch.float64), expected)
 
 
 def test_the_hook_of_a_weight_runs_once() -> None:
@@ -151,7 +153,7 @@ def test_gradients_that_a_kernel_added_are_not_added_again() -> None:
         kept = [t for t in found if not t.isnan().any()]
         return torch.cat([t.flatten() for t in (*kept, mlp.fc2.weight.main_grad)])
 
-    torch.testing.assert_close(run(4), run(1), rtol=1e-13, atol=1e-13)
+    check_same([run(4)], [run(1)])
 
 
 def test_weight_gradients_are_summed_in_float32() -> None:

@@ -4,18 +4,13 @@ Which rank it names in a training of two: training/test_failures.py.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("megatron.core")
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention  # noqa: E402
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     CAME_BACK,
     CAME_IN,
@@ -24,6 +19,7 @@ from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     with_nan_check,
 )
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
+from tests.plugin.test_layer_spec import build  # noqa: E402
 
 HUGE = 1e30  # finite, and its square is not
 attend = with_nan_check(ring_attention, "7")
@@ -113,17 +109,8 @@ def test_tensors_without_gradients_are_looked_at_in_forward() -> None:
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_flag_decides_what_a_layer_calls(wanted: bool) -> None:
-    config = TransformerConfig(
-        num_layers=8, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
-    )
-    module = BurstCoreAttention(
-        shared=SharedState(BurstConfig(check="nan" if wanted else "off")),
-        config=config,
-        layer_number=7,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
-        pg_collection=SimpleNamespace(cp=None),
-    )
+    shared = SharedState(BurstConfig(check="nan" if wanted else "off"))
+    module = build(shared=shared, layer_number=7)
     assert (module._attend is ring_attention) == (not wanted)
     q, k, v = (torch.randn(8, 1, 4, 8) for _ in range(3))
     module(q, k, v, None)

@@ -108,33 +108,6 @@ def test_gradients_and_copies(copies: Counter[str], run: Run, fraction: float | 
         assert (model.checkpoints.found, model.checkpoints.kept) == (3 * found, 0)
 
 
-def test_at_most_two_inputs_are_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[int] = []
-    store, back = HostMemory.store, HostMemory.start_back
-    seen: list[Any] = []
-
-    def leaving(host: HostMemory, x: Tensor) -> Any:
-        seen.append(x.untyped_storage()._weak_ref())
-        return store(host, x)
-
-    def arriving(host: HostMemory, *there: Any) -> Any:
-        copy = back(host, *there)
-        seen.append(copy.tensors[0].untyped_storage()._weak_ref())
-        return copy
-
-    monkeypatch.setattr(HostMemory, "store", leaving)
-    monkeypatch.setattr(HostMemory, "start_back", arriving)
-    model = Offloading(None)
-    for layer in model.decoder.layers:
-        layer.register_forward_hook(
-            lambda *_: alive.append(
-                sum(not torch.UntypedStorage._expired(reference) for reference in seen)
-            )
-        )
-    model(batch(0), uniform).backward()
-    assert max(alive) == 2 and len(seen) == 2 * LAYERS - 1
-
-
 def test_an_input_comes_back_while_the_layer_behind_it_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

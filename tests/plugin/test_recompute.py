@@ -22,12 +22,10 @@ from tests.tier import one_in
 
 pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.recompute import Checkpoints, RecomputeHooks  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
+from tests.plugin.test_layer_spec import build  # noqa: E402
 
 TOKENS, SIZE, LAYERS = 12, 16, 4
 type Run = Callable[["Model", Tensor], Tensor]  # the layers of a model
@@ -69,16 +67,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.qkv = torch.nn.Linear(SIZE, 3 * SIZE)
         self.selective = False
-        self.attention = BurstCoreAttention(
-            shared=shared,
-            config=TransformerConfig(
-                num_layers=LAYERS, hidden_size=SIZE, num_attention_heads=2, attention_dropout=0.0
-            ),
-            layer_number=number,
-            attn_mask_type=AttnMaskType.causal,
-            attention_type="self",
-            pg_collection=SimpleNamespace(cp=None, tp=None),
-        )
+        self.attention = build(shared=shared, layer_number=number)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         heads = self.qkv(hidden_states).unflatten(2, (2, -1))

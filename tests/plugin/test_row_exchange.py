@@ -43,20 +43,6 @@ def carried(moves: Sequence[Moves], shards: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("held", LAYOUTS)
-@pytest.mark.parametrize("wanted", LAYOUTS)
-def test_rows_move_from_one_layout_to_another_and_back(held: str, wanted: str) -> None:
-    x, a, b = torch.arange(16) * 10, LAYOUTS[held], LAYOUTS[wanted]
-    moves = [find_moves(a, b, rank) for rank in range(2)]
-    there, here = ([layout.shard(x, rank, 0) for rank in range(2)] for layout in (b, a))
-    for found, expected in ((carried(moves, here), there), (carried(_back(moves), there), here)):
-        assert all(map(torch.equal, found, expected))
-
-
-def _back(moves: Sequence[Moves]) -> list[Moves]:
-    return [move.back for move in moves]
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_get_what_comes_next_in_their_document(name: str) -> None:
     x, layout = torch.arange(16), LAYOUTS[name]

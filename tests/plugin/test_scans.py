@@ -346,6 +346,20 @@ def test_a_layer_knows_when_states_are_passed() -> None:
             contiguous.shard(4, *given)
 
 
+def test_megatrons_layer_is_made_for_one_rank_where_states_are_passed() -> None:
+    class Theirs:
+        def __init__(self, *, pg_collection: Any) -> None:
+            self.ranks = pg_collection.cp.size()
+
+    class Ours(OverRanks, Theirs):
+        pass
+
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+    for layout, ranks in (("zigzag", 2), ("contiguous", 1)):
+        made: Any = Ours(shared=SharedState(BurstConfig(layout=layout)), pg_collection=groups)
+        assert made.ranks == ranks and made.pg_collection is groups
+
+
 def test_a_norm_is_recomputed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's own way to do so needs TransformerEngine."""
     read, gate = torch.randn(2, 4, 3, 2, 5)

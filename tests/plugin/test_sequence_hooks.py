@@ -356,7 +356,7 @@ def test_tokens_that_nobody_moved_to_the_layout_are_refused() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="need a GPTModel or HybridModel, not a Stage"):
+    with pytest.raises(ValueError, match="needs a GPTModel or HybridModel, not a Stage"):
         SequenceHooks(None)([Stage()])
 
 

@@ -8,18 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig
 from tests import oracle
 
 pytest.importorskip("megatron.core")
 from megatron.core.extensions.transformer_engine import TEDotProductAttention  # noqa: E402
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
+from tests.plugin.test_layer_spec import build as build_layer  # noqa: E402
 
 
 def group(rank: int, size: int) -> Any:
@@ -31,23 +27,11 @@ def build(
     tp_rank: int = 0,
     tp_size: int = 1,
     stood_there: type = DotProductAttention,
-    **changes: Any,
+    **settings: Any,
 ) -> Any:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        attention_dropout=0.0,
-        softmax_type=softmax_type,
-        **changes,
-    )
-    return CoreAttentionByCommType(
-        shared=SharedState(BurstConfig()),
+    return build_layer(
+        config={"softmax_type": softmax_type, **settings},
         fallback=stood_there,
-        config=config,
-        layer_number=1,
-        attn_mask_type=AttnMaskType.causal,
-        attention_type="self",
         k_channels=6,
         v_channels=5,
         pg_collection=SimpleNamespace(cp=None, tp=group(tp_rank, tp_size)),

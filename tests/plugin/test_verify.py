@@ -29,15 +29,13 @@ pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (  # noqa: E402
     RotaryEmbedding,
 )
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions, WholeSequence  # noqa: E402
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks  # noqa: E402
 from megatron_burst.reference.verify import VerificationError  # noqa: E402
+from tests.plugin.test_layer_spec import build  # noqa: E402
 
 LOCAL, HEADS, KV_HEADS, DIM, VALUE_DIM = 24, 4, 2, 8, 6
 BOUNDS = (0, 1, 30, 31, 2 * LOCAL)
@@ -59,22 +57,11 @@ class Layers:
         self.frozen: list[Any] = []
 
     def _layer(self, number: int, group: Any) -> Any:
-        return BurstCoreAttention(
+        config = {"softmax_type": "learnable", "init_method": torch.nn.init.normal_}
+        return build(
             shared=self.shared,
-            config=TransformerConfig(
-                num_layers=2,
-                hidden_size=32,
-                num_attention_heads=HEADS,
-                num_query_groups=KV_HEADS,
-                attention_dropout=0.0,
-                softmax_type="learnable",
-                init_method=torch.nn.init.normal_,
-                window_size=(9, 0),
-                window_attn_skip_freq=[0, 1],
-            ),
+            config=config | {"window_size": (9, 0), "window_attn_skip_freq": [0, 1]},
             layer_number=number,
-            attn_mask_type=AttnMaskType.causal,
-            attention_type="self",
             pg_collection=SimpleNamespace(cp=group, tp=SimpleNamespace(size=lambda: 1)),
         )
 
@@ -344,9 +331,8 @@ def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = N
         packed = PackedDocuments(
             qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds
         )
-    model = SimpleNamespace(forward=lambda input_ids, position_ids, packed_seq_params=None: None)
     given = {"position_ids": torch.tensor([rows, rows]), "packed_seq_params": packed}
-    PositionHooks(shared)._look_at_ids(shared.context, model, (), given, None)
+    PositionHooks(shared)._look_at_ids(shared.context, shared, given, None)
     return shared.wrong["position ids"]
 
 

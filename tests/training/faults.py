@@ -128,6 +128,12 @@ def check_same_steps(text: str, expected: str) -> list[int]:
     return list(steps(text))
 
 
+def recorded(checkpoint: Path) -> int:
+    """The iteration of the newest checkpoint, 0 without any."""
+    tracker = checkpoint / TRACKER
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
 def saved_state(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, parameters and the optimizer's state, by its name."""
     if (folder / ".metadata").exists():

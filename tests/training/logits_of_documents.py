@@ -37,7 +37,8 @@ LATENT = {
 }
 
 
-def main() -> None:
+def start() -> tuple[Any, Any]:
+    """Start Megatron; return its groups, and the same with this rank alone for a sequence."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import arguments, initialize
 
@@ -46,6 +47,11 @@ def main() -> None:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     alone = copy.copy(groups)
     alone.cp = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return groups, alone
+
+
+def main() -> None:
+    groups, alone = start()
     for name in ("gqa", "latent"):
         ours, reference = build(name, groups), build(name, alone)
         reference.load_state_dict(ours.state_dict())
@@ -83,7 +89,10 @@ def compare(ours: Any, reference: Any, group: dist.ProcessGroup) -> dict[str, fl
     with torch.no_grad():
         again = Packed(ours, 0, group).logits
     sum(packed.loss for packed in found).backward()
-    expected = [[Alone(reference, *cut) for cut in documents(n)] for n in range(len(LENGTHS))]
+    expected = [
+        [Alone(reference, *cut) for cut in documents(seed, lengths)]
+        for seed, lengths in enumerate(LENGTHS)
+    ]
     sum(one.loss for some in expected for one in some).backward()
     apart = {"again": float((again - found[0].logits).abs().max()), "logits": 0.0, "inputs": 0.0}
     for packed, some in zip(found, expected, strict=True):
@@ -98,16 +107,36 @@ def compare(ours: Any, reference: Any, group: dist.ProcessGroup) -> dict[str, fl
     return apart
 
 
-def documents(number: int) -> list[tuple[Tensor, Tensor]]:
+def documents(seed: int, lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
     """The tokens of each document of a micro-batch, and the gradients of its logits."""
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(seed)
     return [
         (
             torch.randint(0, ROWS, (length,), generator=generator),
             torch.randn(length, ROWS, generator=generator),
         )
-        for length in LENGTHS[number]
+        for length in lengths
     ]
+
+
+def in_thd(lengths: list[int], places: list[int], **more: Any) -> Any:
+    """Megatron's words for padded documents, or for such as need no padding."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    real, padded = (
+        torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, places)
+    )
+    padded = None if lengths == places else padded
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=max(places),
+        max_seqlen_kv=max(places),
+        **more,
+    )
 
 
 class Run:
@@ -150,26 +179,10 @@ class Packed(Run):
     """A micro-batch in the caller's hands: each document padded, in a zigzag of its own."""
 
     def __init__(self, model: Any, number: int, group: dist.ProcessGroup) -> None:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         self._group, self._number = group, number
-        cut = documents(number)
+        cut = documents(number, LENGTHS[number])
         tokens, weights = (self._mine([pair[i] for pair in cut]) for i in range(2))
-        real, padded = (
-            torch.tensor([0, *accumulate(some[number])], dtype=torch.int32)
-            for some in (LENGTHS, PLACES)
-        )
-        longest = max(PLACES[number])
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=real,
-            cu_seqlens_kv=real,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        self.logits = self.run(model, tokens[None], packed)
+        self.logits = self.run(model, tokens[None], in_thd(LENGTHS[number], PLACES[number]))
         self.loss = (self.logits * weights).sum()
 
     def _mine(self, rows: list[Tensor]) -> Tensor:

@@ -4,15 +4,13 @@ The groups are Megatron's of --hybrid-context-parallel; the model's own is of tw
 far logits and gradients are from those of each document alone.
 """
 
-import copy
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.training.logits_of_documents import ROWS, Alone, Run, build, distance
+from tests.training.logits_of_documents import Alone, Run, build, distance, documents, in_thd, start
 
 SIZES = (2, 4, 1, 4, 2)  # of the groups, one micro-batch behind the other
 KINDS = {"latent": "zigzag", "balanced": "balanced"}
@@ -20,14 +18,8 @@ KINDS = {"latent": "zigzag", "balanced": "balanced"}
 
 def main() -> None:
     from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training import arguments, initialize
 
-    arguments.parse_and_validate_args()
-    initialize.initialize_megatron(allow_no_cuda=True)
-    model_groups = ProcessGroupCollection.use_mpu_process_groups()
-    alone = copy.copy(model_groups)
-    alone.cp = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model_groups, alone = start()
     of_size = parallel_state.get_hybrid_data_context_parallel_groups
     groups = {1: alone.cp, **{size: of_size(group_size=size) for size in (2, 4)}}
     for name, layout in KINDS.items():
@@ -53,7 +45,7 @@ def compare(
     sum(batch.loss for batch in found).backward()
     apart = {"logits": 0.0, "weights": 0.0}
     for batch in found:
-        some = [Alone(reference, *cut) for cut in batch.documents()]
+        some = [Alone(reference, *cut) for cut in batch.documents]
         share = float(batch.rank == 0)  # of a group one rank
         (share * sum(one.loss for one in some)).backward()
         whole = batch.mine(batch.spread([one.logits.detach() for one in some]))
@@ -72,51 +64,28 @@ class Batch(Run):
     """Documents of a group: padded and each in a zigzag, or packed in a zigzag of the whole."""
 
     def __init__(self, model: Any, name: str, number: int, group: dist.ProcessGroup) -> None:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         from megatron_burst.plans.visibility.layout import zigzag_of_each
 
         self.rank, ranks, is_padded = group.rank(), group.size(), name != "balanced"
         first, multiple = dist.get_process_group_ranks(group)[0], 2 * ranks
-        self._seed = 10 * number + first
         lengths = [9 + 4 * number, 1, 20 + first]
         lengths.append(-sum(lengths) % 8 + 8)
-        self._lengths = lengths
+        self.documents = documents(10 * number + first, lengths)
         self._places = [
             -(-length // multiple) * multiple if is_padded else length for length in lengths
         ]
         whole = [sum(lengths)]
         self._layout = zigzag_of_each(self._places if is_padded else whole, ranks)
-        real, padded = (
-            torch.tensor([0, *accumulate(each)], dtype=torch.int32)
-            for each in (lengths, self._places)
-        )
-        cut = [self.spread([*each]) for each in zip(*self.documents(), strict=True)]
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=real,
-            cu_seqlens_kv=real,
-            cu_seqlens_q_padded=padded if is_padded else None,
-            cu_seqlens_kv_padded=padded if is_padded else None,
-            max_seqlen_q=max(self._places),
-            max_seqlen_kv=max(self._places),
+        cut = [self.spread([*each]) for each in zip(*self.documents, strict=True)]
+        packed = in_thd(
+            lengths,
+            self._places,
             cp_group=None if ranks == 1 and name != "latent" else group,
             # Megatron 0.19 refuses one in MLA.
             local_cp_size=None if name == "latent" else ranks,
         )
         self.logits = self.run(model, self.mine(cut[0])[None], packed)
         self.loss = (self.logits * self.mine(cut[1])).sum()
-
-    def documents(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tokens of each document of the group, and the gradients of its logits."""
-        generator = torch.Generator().manual_seed(self._seed)
-        return [
-            (
-                torch.randint(0, ROWS, (length,), generator=generator),
-                torch.randn(length, ROWS, generator=generator),
-            )
-            for length in self._lengths
-        ]
 
     def spread(self, rows: list[Tensor]) -> Tensor:
         """Return the rows of the documents one behind the other, with their padding."""

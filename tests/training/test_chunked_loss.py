@@ -24,9 +24,19 @@ CASES = {
     ),
     "DP 2, distributed optimizer, overlap": (2, OVERLAP),
     "accumulation over 4 micro-batches": (1, "--global-batch-size 8"),
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "CP 2 x TP 2, sequence parallel": (
+        4,
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "CP 2 x PP 2": (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "TP 2 x interleaved PP 2": (
+        4,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--tensor-model-parallel-size 2",
+    ),
+    "CP 2 x DP 2, overlap": (4, f"--context-parallel-size 2 {OVERLAP}"),
 }
-
-
 SLOW = {key for key in CASES if key not in ("alone", "TP 2, sequence parallel")}
 
 
@@ -93,41 +103,12 @@ def test_megatrons_own_attention(tmp_path: Path, start: tuple[str, ...]) -> None
 
 
 @pytest.mark.slow
-def test_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) -> None:
-    flags = (*data, *BURST, PER_TOKEN, "--hybrid-layer-pattern", "*-*-", "--train-iters", "5")
-    expected = train(tmp_path / "megatron", 1, *flags)
-    found = train(tmp_path / "chunked", 1, *flags, *IN_CHUNKS)
-    check("HybridModel", found, expected)
-
-
-@pytest.mark.slow
-def test_width_scaled_logits(tmp_path: Path, data: tuple[str, ...]) -> None:
-    flags = (*data, *BURST, PER_TOKEN, "--use-mup", "--mup-base-hidden-size", "16")
-    flags += ("--train-iters", "5")
-    expected = train(tmp_path / "megatron", 1, *flags)
-    found = train(tmp_path / "chunked", 1, *flags, *IN_CHUNKS)
-    check("MuP", found, expected)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (2, "--tensor-model-parallel-size 2"),
-        (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-        (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2"),
-        (
-            4,
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-            "--tensor-model-parallel-size 2",
-        ),
-        (4, f"--context-parallel-size 2 {OVERLAP}"),
-    ],
+    "model", ["--hybrid-layer-pattern *-*-", "--use-mup --mup-base-hidden-size 16"]
 )
-def test_more_layouts_of_ranks(runs: Callable[..., Log], ranks: int, flags: str) -> None:
-    expected = runs(ranks, PER_TOKEN, *flags.split())
-    found = runs(ranks, PER_TOKEN, *flags.split(), *IN_CHUNKS)
-    check(flags, found, expected)
+def test_other_models(once: Callable[..., Log], data: tuple[str, ...], model: str) -> None:
+    flags = (*data, *BURST, PER_TOKEN, *model.split(), "--train-iters", "5")
+    check(model, once(1, *flags, *IN_CHUNKS), once(1, *flags))
 
 
 @pytest.mark.slow

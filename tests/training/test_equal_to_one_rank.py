@@ -15,24 +15,25 @@ FLOAT32_TOLERANCE = allowed(1e-4)
 BFLOAT16_TOLERANCE = 2**-8  # half a unit in the last place of a bfloat16
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
+CP4 = "--context-parallel-size 4"
 TP2 = "--tensor-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP2 = "--pipeline-model-parallel-size 2"
 
 CASES = {
     "CP 2": (2, CP2),
-    "CP 4, flat ring": (4, "--context-parallel-size 4 --burst-topology flat"),
+    "CP 4, flat ring": (4, f"{CP4} --burst-topology flat"),
     "CP 8, mesh of 4 nodes x 2": (
         8,
         "--context-parallel-size 8 --burst-topology mesh --burst-ranks-per-node 2",
     ),
     "CP 4 as 2 x 2, kv backward, Megatron's groups": (
         4,
-        "--context-parallel-size 4 --burst-backward kv --hierarchical-context-parallel-sizes 2 2",
+        f"{CP4} --burst-backward kv --hierarchical-context-parallel-sizes 2 2",
     ),
     "CP 4 as 2 x 2, query backward": (
         4,
-        "--context-parallel-size 4 --burst-backward query --burst-ranks-per-node 2",
+        f"{CP4} --burst-backward query --burst-ranks-per-node 2",
     ),
     "TP 2 x CP 2 on 2 nodes, sequence parallel": (
         4,
@@ -44,6 +45,12 @@ CASES = {
         f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
         f"--burst-backward query {RECOMPUTE}",
     ),
+    "ring on 2 nodes": (
+        4,
+        f"{CP4} --context-parallel-algo ring --burst-topology double --burst-ranks-per-node 2",
+    ),
+    "allgather": (4, f"{CP4} --context-parallel-algo allgather"),
+    "ulysses": (4, f"{CP4} --context-parallel-algo ulysses"),
 }
 SLOW = {  # the others have most of their features, several at once
     "CP 4, flat ring",
@@ -51,6 +58,7 @@ SLOW = {  # the others have most of their features, several at once
     "CP 4 as 2 x 2, kv backward, Megatron's groups",
     "CP 4 as 2 x 2, query backward",
     "interleaved PP 2 x CP 2",
+    *("ring on 2 nodes", "allgather", "ulysses"),
 }
 
 
@@ -71,36 +79,19 @@ def test_heads_that_auto_shares_out_equal_one_rank(runs: Callable[..., Log]) -> 
     report(flags, largest_difference(found, runs(1, PER_TOKEN), STEPS), FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--context-parallel-algo ring --burst-topology double --burst-ranks-per-node 2",
-        "--context-parallel-algo allgather",
-        "--context-parallel-algo ulysses",
-    ],
-)
-@pytest.mark.slow
-def test_baselines_equal_one_rank(runs: Callable[..., Log], flags: str) -> None:
-    found = runs(4, PER_TOKEN, "--context-parallel-size", "4", *flags.split())
-    report(flags, largest_difference(found, runs(1, PER_TOKEN), STEPS), FLOAT32_TOLERANCE)
-
-
 # A small learning rate keeps the experts' routing from tipping at a rounding.
-MODELS = {
-    "MoE and GQA": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
-    "--disable-bias-linear --lr 1e-4 --group-query-attention --num-query-groups 2",
-    "MoE": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
-    "--disable-bias-linear --lr 1e-4",
-}
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--disable-bias-linear --lr 1e-4"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["MoE and GQA"])
-def test_other_models_equal_one_rank(tmp_path: Path, data: tuple[str, ...], model: str) -> None:
-    flags = (*data, *BURST, PER_TOKEN, *MODELS[model].split())
-    expected = train(tmp_path / "cp1", 1, *flags)
-    found = train(tmp_path / "cp2", 2, *flags, *CP2.split())
-    report(model, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+def test_experts_equal_one_rank(once: Callable[..., Log], data: tuple[str, ...]) -> None:
+    flags = (*data, *BURST, PER_TOKEN, *EXPERTS.split())
+    flags += ("--group-query-attention", "--num-query-groups", "2")
+    expected, found = once(1, *flags), once(2, *flags, *CP2.split())
+    report("MoE and GQA", largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
 
 
 def test_one_rank_equals_megatrons_own_attention(

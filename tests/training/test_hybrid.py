@@ -19,7 +19,7 @@ from tests.training.launcher import (
     report,
     train,
 )
-from tests.training.test_equal_to_one_rank import CP2, MODELS, PER_TOKEN, RECOMPUTE, TP2
+from tests.training.test_equal_to_one_rank import CP2, EXPERTS, PER_TOKEN, RECOMPUTE, TP2
 
 SAME_LAYERS = ("--hybrid-layer-pattern", "*-" * LAYERS)
 OF_A_GPT = allowed(1e-6)
@@ -62,7 +62,6 @@ MLA = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
     "--v-head-dim 16 --rope-type rope --no-rope-fusion"
 )
-EXPERTS = MODELS["MoE"]
 MAMBA = "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 4 --mamba-num-heads 8"
 GDN = (
     "--swiglu --linear-key-head-dim 16 --linear-value-head-dim 8 --linear-num-key-heads 4 "

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.scripts.stand_ins import SSH
-from tests.training.faults import LONGEST, TRACKER, check_same_state, check_same_steps, steps
+from tests.training.faults import LONGEST, check_same_state, check_same_steps, recorded, steps
 from tests.training.launcher import BURST, MODEL, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -128,11 +128,6 @@ class Kill:
     def __str__(self) -> str:
         when = f"{self.delay:.1f} s behind its {'start' if self.early else 'first step'}"
         return f"{signal.Signals(self.number).name} to {self.part} {when}"
-
-
-def recorded(checkpoint: Path) -> int:
-    tracker = checkpoint / TRACKER
-    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def check_start(text: str, expected: str, begin: int) -> list[int]:

@@ -15,11 +15,11 @@ import pytest
 
 from tests.training.faults import (
     MODULE,
-    TRACKER,
     TorchrunJob,
     Training,
     check_same_state,
     check_same_steps,
+    recorded,
     steps,
 )
 from tests.training.launcher import BURST, run_module
@@ -60,11 +60,6 @@ class Moment:
 
     def __str__(self) -> str:
         return f"rank {self.victim}, {self.delay:.2f} s into {self.kind} {self.step}"
-
-
-def recorded(checkpoint: Path) -> int:
-    tracker = checkpoint / TRACKER
-    return int(tracker.read_text()) if tracker.exists() else 0
 
 
 def later_folders(checkpoint: Path) -> list[str]:

@@ -126,30 +126,29 @@ def test_an_iteration_is_skipped(packed_runs: Callable[..., Log]) -> None:
 
 
 @slow
-@pytest.mark.parametrize("layout", ["", BALANCED])
-def test_experts_with_a_loss_of_their_own(
-    tmp_path: Path, short_documents: tuple[str, ...], layout: str
-) -> None:
-    experts = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --lr 1e-4 "
-    experts += "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
-    common = (*short_documents, *BURST, PER_TOKEN, *DOCUMENTS.split(), *experts.split())
-    one = train(tmp_path / "1", 1, *common)
-    two = train(tmp_path / "2", 2, *common, *CP2.split(), *layout.split())
-    report(f"experts {layout}", largest_difference(two, one, STEPS), TOLERANCE)
-
-
-@slow
 def test_documents_have_an_effect(packed_runs: Callable[..., Log]) -> None:
     assert differs(packed_runs(1, DOCUMENTS), packed_runs(1, "--eod-mask-loss"))
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --lr 1e-4 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
+)
+LEARNED = "--position-embedding-type learned_absolute"
+
+
 @slow
-def test_learned_positions_of_documents(tmp_path: Path, short_documents: tuple[str, ...]) -> None:
-    flags = f"{DOCUMENTS} --position-embedding-type learned_absolute {PER_TOKEN}"
-    common = (*short_documents, *BURST, *flags.split())
+@pytest.mark.parametrize(
+    ("model", "layout"), [(EXPERTS, ""), (EXPERTS, BALANCED), (LEARNED, SEGMENTED)]
+)
+def test_other_models(
+    tmp_path: Path, short_documents: tuple[str, ...], model: str, layout: str
+) -> None:
+    """Experts with a loss of their own; positions that are learned."""
+    common = (*short_documents, *BURST, PER_TOKEN, *DOCUMENTS.split(), *model.split())
     one = train(tmp_path / "1", 1, *common)
-    two = train(tmp_path / "2", 2, *common, *CP2.split(), *SEGMENTED.split())
-    report("learned positions", largest_difference(two, one, STEPS), TOLERANCE)
+    two = train(tmp_path / "2", 2, *common, *CP2.split(), *layout.split())
+    report(f"{model} {layout}", largest_difference(two, one, STEPS), TOLERANCE)
 
 
 @slow
@@ -161,19 +160,20 @@ def test_a_block_mask(runs: Callable[..., Log], block_mask: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "block mask and window"])
-def test_segmented_zigzag(packed_runs: Callable[..., Log], block_mask: str, masked: bool) -> None:
-    flags = f"--eod-mask-loss {f'{block_mask} {WINDOW}' if masked else ''}"
-    one, four = packed_runs(1, flags), packed_runs(2, f"{flags} {CP2} {SEGMENTED}")
-    report("segmented zigzag", largest_difference(four, one, STEPS), TOLERANCE)
-
-
-@slow
-def test_everything_at_once(packed_runs: Callable[..., Log], block_mask: str) -> None:
-    flags = f"{DOCUMENTS} {block_mask} {WINDOW}"
-    one = packed_runs(1, flags)
-    found = packed_runs(4, f"{flags} {CP2} {PP2} {SEGMENTED}")
-    report("everything at once", largest_difference(found, one, STEPS), TOLERANCE)
+@pytest.mark.parametrize(
+    ("masks", "ranks", "flags"),
+    [
+        ("--eod-mask-loss", 2, f"{CP2} {SEGMENTED}"),
+        (f"--eod-mask-loss {WINDOW} BLOCKS", 2, f"{CP2} {SEGMENTED}"),
+        (f"{DOCUMENTS} {WINDOW} BLOCKS", 4, f"{CP2} {PP2} {SEGMENTED}"),
+    ],
+)
+def test_segmented_zigzag_and_everything_at_once(
+    packed_runs: Callable[..., Log], block_mask: str, masks: str, ranks: int, flags: str
+) -> None:
+    masks = masks.replace("BLOCKS", block_mask)
+    one, found = packed_runs(1, masks), packed_runs(ranks, f"{masks} {flags}")
+    report(f"{masks} {flags}", largest_difference(found, one, STEPS), TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.tier import slow_if
 from tests.training.launcher import BURST, Log, allowed, report
+from tests.training.test_masks import BALANCED, CP2, PP2, RECOMPUTE, SEGMENTED, TP2
 
 type Figures = dict[str, dict[int, float]]
 
@@ -24,14 +25,8 @@ LINEAR = (
     "--linear-num-key-heads 4 --linear-num-value-heads 8"
 )
 DOCUMENTS = "--dataloader-inter-document-masking"
-SEGMENTED = "--burst-layout segmented-zigzag"
-BALANCED = "--burst-layout balanced"
 CHECK = "--burst-check reference"
 CHUNKED = "--lm-head-loss chunked --lm-head-chunk-size 100"
-CP2 = "--context-parallel-size 2"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 # Ranks and flags, of a run and of what it has to equal.

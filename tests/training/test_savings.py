@@ -1,10 +1,11 @@
-"""Steps with what saves memory, one by one and all at once, equal steps without. (fast: four)
+"""Steps with what saves memory, one by one and all at once, equal steps without. (fast: five)
 
 The CPU platform stands in for the card: copies to the host are real, streams and events are not
-(tests/transport/test_host.py orders them). More of them alone: test_recompute.py,
+(tests/transport/test_host.py orders them). The chunked loss alone:
 test_chunked_loss.py.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,8 @@ from tests.training.launcher import (
     report,
     train,
 )
+from tests.training.test_masks import CP2, PER_TOKEN, SEGMENTED, TP2
 
-PER_TOKEN = "--calculate-per-token-loss"
-CP2 = "--context-parallel-size 2"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 HYBRID = "--hybrid-layer-pattern *-*-"
@@ -44,6 +43,7 @@ SAVINGS = f"""
     --lm-head-loss chunked --lm-head-chunk-size 100 --mlp-chunks 3 --burst-head-chunks 2
     --recompute-offload {UNIFORM} 1 --recompute-attention-fraction
 """
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
 KEEP = "--recompute-attention-fraction"
 OFFLOAD, CHUNKS = "--recompute-offload", "--mlp-chunks 3"
 # One by one: ranks, flags of both, of one alone.
@@ -64,6 +64,35 @@ ALONE = {
     "MLPs, DP 2 with overlap": (2, OVERLAP, CHUNKS),
     "MLPs, TP 2": (2, f"--tensor-model-parallel-size 2 {GATED}", CHUNKS),
     "MLPs, biases, two layers a checkpoint": (1, f"{UNIFORM} 2", CHUNKS),
+    "attention": (1, "", f"{UNIFORM} 1 {KEEP} 0.5"),
+    "attention, CP 2": (2, CP2, f"{UNIFORM} 1 {KEEP} 0.5"),
+    "attention, all kept": (1, "", f"{UNIFORM} 1 {KEEP} 0.0"),
+    "attention, all again": (1, "", f"{UNIFORM} 1 {KEEP} 1.0"),
+    "attention, CP 2, all kept": (2, CP2, f"{UNIFORM} 1 {KEEP} 0.0"),
+    "attention, 4 micro-batches": (1, "--global-batch-size 8", f"{UNIFORM} 1 {KEEP} 0.5"),
+    "attention, by block, bfloat16": (1, "--bf16", f"{BLOCK} 1 {KEEP} 0.5"),
+    "attention, two layers a checkpoint": (1, "", f"{UNIFORM} 2 {KEEP} 0.3"),
+    "attention alone": (1, "", f"{SELECTIVE} {KEEP} 0.5"),
+    "attention alone, CP 2": (2, CP2, f"{SELECTIVE} {KEEP} 0.0"),
+    "attention, VPP, by block": (2, INTERLEAVED, f"{BLOCK} 1 {KEEP} 0.0"),
+    "attention, VPP, CP 2": (4, f"{CP2} {INTERLEAVED}", f"{UNIFORM} 1 {KEEP} 0.5"),
+    "attention, TP 2, CP 2": (4, f"{CP2} {TP2}", f"{UNIFORM} 1 {KEEP} 0.5"),
+    "attention, CP 2, in segments": (2, f"{CP2} {SEGMENTED}", f"{UNIFORM} 1 {KEEP} 0.25"),
+    "attention, CP 2, documents": (
+        2,
+        f"{CP2} --dataloader-inter-document-masking",
+        f"{UNIFORM} 1 {KEEP} 0.5",
+    ),
+    "attention alone, CP 2, windows": (
+        2,
+        f"{CP2} --window-size 20,0 --window-attn-skip-freq 2",
+        f"{SELECTIVE} {KEEP} 0.5",
+    ),
+    "attention, CP 2, evaluation": (
+        2,
+        f"{CP2} --split 90,10,0 --eval-iters 1 --eval-interval {HALF}",
+        f"{UNIFORM} 1 {KEEP} 0.5",
+    ),
 }
 # All at once: ranks, the fraction of attention that runs again, flags.
 CASES = {
@@ -100,25 +129,27 @@ EVERY = ALONE | {
     for case, (ranks, fraction, flags) in CASES.items()
 }
 FAST = {
-    *("offload, CP 2", "MLPs, DP 2 with overlap"),
+    *("attention, CP 2", "offload, CP 2", "MLPs, DP 2 with overlap"),
     *("CP 2, experts, a shared one", "hybrid, TP 2, MTP"),
 }
 
 
 @pytest.mark.parametrize("case", slow_if(EVERY.keys() - FAST, EVERY))
 def test_losses_and_gradient_norms_equal_those_without(
-    tmp_path: Path, data: tuple[str, ...], case: str
+    once: Callable[..., Log], data: tuple[str, ...], case: str
 ) -> None:
     ranks, flags, savings = EVERY[case]
-
-    def run(name: str, *more: str) -> Log:
-        return train(tmp_path / name, ranks, *data, *BURST, PER_TOKEN, *flags.split(), *more)
-
-    expected, found = run("without"), run("with", *savings.split())
+    common = (ranks, *data, *BURST, PER_TOKEN, *flags.split())
+    expected, found = once(*common), once(*common, *savings.split())
     assert ("chunked LM head loss: " in found.text) == ("--lm-head-loss" in savings)
     assert ("--mlp-chunks 3: " in found.text) == (CHUNKS in f"{flags} {savings}")
     assert "--mlp-chunks 3: 0 MLPs" not in found.text
-    report(case, largest_difference(found, expected, STEPS), allowed(1e-5))
+    assert found.losses.keys() == expected.losses.keys() == set(STEPS)
+    if case.startswith("attention"):
+        uneven = savings.endswith("0.5") and CP2 in flags
+        assert found.text.count("segmented-zigzag spreads them evenly") == uneven
+    tolerance = 2**-8 if "--bf16" in flags else allowed(1e-5)
+    report(case, largest_difference(found, expected, STEPS), tolerance)
     if savings == OFFLOAD:
         assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
 

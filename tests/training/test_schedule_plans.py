@@ -12,6 +12,7 @@ import pytest
 
 from tests.tier import slow_if
 from tests.training.launcher import BURST, LAYERS, Log, outcome, report
+from tests.training.test_attention_features import GDN, MLA
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 STEPS, MICRO_BATCHES = 4, 4
@@ -28,15 +29,6 @@ DOCUMENTS = "--dataloader-inter-document-masking"
 MTP = "--mtp-num-layers 1 --burst-layout segmented-zigzag"
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
-GDN = (
-    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --swiglu "
-    "--attention-output-gate --linear-key-head-dim 16 --linear-value-head-dim 8 "
-    "--linear-num-key-heads 4 --linear-num-value-heads 8"
-)
-MLA = (
-    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
-    "--qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type rope --qk-layernorm"
-)
 
 CASES = {
     "balanced documents": (2, f"{DOCUMENTS} --burst-layout balanced"),

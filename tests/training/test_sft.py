@@ -15,19 +15,38 @@ from tests.training.launcher import (
     report,
     run_module,
 )
-from tests.training.test_masks import CP2, INTERLEAVED, MLA, PER_TOKEN, PP2, RECOMPUTE, STATES, TP2
+from tests.training.test_masks import (
+    CP2,
+    CP4,
+    INTERLEAVED,
+    MLA,
+    PER_TOKEN,
+    PP2,
+    RECOMPUTE,
+    STATES,
+    TP2,
+)
 
 TOLERANCE = allowed(1e-4)
+# Flags of the model, ranks and their flags.
 CASES = {
-    "CP 2": (2, CP2),
-    "CP 4": (4, CP2.replace("2", "4")),
-    "TP 2 x CP 2": (4, f"{TP2} {CP2}"),
-    "PP 2": (2, PP2),
+    "CP 2": ("", 2, CP2),
+    "CP 4": ("", 4, CP4),
+    "TP 2 x CP 2": ("", 4, f"{TP2} {CP2}"),
+    "PP 2": ("", 2, PP2),
     "CP 2 x interleaved PP 2, recompute": (
-        4,
+        *("", 4),
         f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5",
     ),
-    "CP 2, chunked loss, query ring": (2, f"{CP2} --lm-head-loss chunked --burst-backward query"),
+    "CP 2, chunked loss, query ring": (
+        *("", 2),
+        f"{CP2} --lm-head-loss chunked --burst-backward query",
+    ),
+    "CP 2, latents": (f"{MLA} rope", 2, CP2),
+    # Padded conversations, dealt out in a zigzag each, move to contiguous shards.
+    "CP 2, M and G": (STATES, 2, CP2),
+    "CP 4, M and G": (STATES, 4, CP4),
+    "CP 2, MTP": ("--mtp-num-layers 1", 2, CP2),
 }
 
 
@@ -51,9 +70,9 @@ def conversations(
     "case", ["CP 2", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
 )
 def test_sft(conversations: Callable[..., Log], case: str) -> None:
-    ranks, flags = CASES[case]
-    found = conversations(ranks, flags)
-    report(f"sft, {case}", largest_difference(found, conversations(1, ""), STEPS), TOLERANCE)
+    model, ranks, flags = CASES[case]
+    one, found = conversations(1, model), conversations(ranks, f"{model} {flags}")
+    report(f"sft, {case}", largest_difference(found, one, STEPS), TOLERANCE)
 
 
 @pytest.mark.slow
@@ -72,21 +91,6 @@ def test_sft_evaluated_and_verified(conversations: Callable[..., Log]) -> None:
     assert losses and losses == pytest.approx(expected, rel=0.01)
     verified = conversations(2, f"{evaluated} {CP2} --burst-check reference")
     assert verified.losses == found.losses
-
-
-@pytest.mark.slow
-def test_sft_with_latents(conversations: Callable[..., Log]) -> None:
-    one, found = (conversations(ranks, f"{MLA} rope {cp}") for ranks, cp in ((1, ""), (2, CP2)))
-    report("sft, MLA", largest_difference(found, one, STEPS), TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sft_with_states_passed(conversations: Callable[..., Log], ranks: int) -> None:
-    """Padded conversations, dealt out in a zigzag each, move to contiguous shards."""
-    over = f"--context-parallel-size {ranks}"
-    one, found = (conversations(n, f"{STATES} {cp}") for n, cp in ((1, ""), (ranks, over)))
-    report("sft, M and G", largest_difference(found, one, STEPS), TOLERANCE)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -111,10 +115,3 @@ def test_micro_batches_over_groups_of_their_own(tmp_path: Path) -> None:
     found = {f"{model} {what}": float(apart) for _, model, what, apart in words}
     print(found)
     assert len(found) == 4 and max(found.values()) < 1e-5
-
-
-@pytest.mark.slow
-def test_sft_with_mtp(conversations: Callable[..., Log]) -> None:
-    mtp = "--mtp-num-layers 1"
-    one, found = (conversations(ranks, f"{mtp} {cp}") for ranks, cp in ((1, ""), (2, CP2)))
-    report("sft, MTP", largest_difference(found, one, STEPS), TOLERANCE)

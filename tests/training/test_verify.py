@@ -10,23 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.training.launcher import BURST, LAYERS, Log, run_module, train
+from tests.training.test_masks import CP2, CP4, MLA, PP2, RECOMPUTE, SEGMENTED, TP2, WINDOW
 
 MOCK = (*BURST, "--mock-data", "--train-iters", "2", "--burst-check", "reference")
-CP2 = "--context-parallel-size 2"
-CP4 = "--context-parallel-size 4"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-PP2 = "--pipeline-model-parallel-size 2"
 INTERLEAVED = f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8"
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-WINDOW = "--window-size 15,0 --window-attn-skip-freq 2"
 DOCUMENTS = "--dataloader-inter-document-masking"
-SEGMENTED = "--burst-layout segmented-zigzag"
 GQA = "--group-query-attention --num-query-groups 2"
 SINKS = "--softmax-type learnable"
-MLA = (
-    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
-    "--qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm --rope-type"
-)
 
 
 def slow(*values: object) -> object:

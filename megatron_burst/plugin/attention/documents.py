@@ -40,12 +40,6 @@ class PackedDocuments(PackedSeqParams):
         self.longest = max((end - start for start, end in pairwise(self.bounds)), default=0)
 
 
-def _starts(packed: PackedSeqParams) -> Tensor:
-    """Return where documents begin, with their padding."""
-    padded = packed.cu_seqlens_q_padded
-    return packed.cu_seqlens_q if padded is None else padded
-
-
 def read_documents(
     packed: PackedSeqParams,
     group: dist.ProcessGroup | None,
@@ -83,7 +77,8 @@ def read_documents(
         )
     brought = zigzag_of_each(places, ranks) if apart else None
     bounds = (0, *accumulate(places))
-    starts = _starts(packed)
+    padded = packed.cu_seqlens_q_padded
+    starts = packed.cu_seqlens_q if padded is None else padded
     return PackedDocuments(
         qkv_format="sbhd",
         cu_seqlens_q=starts,

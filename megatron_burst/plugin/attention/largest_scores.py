@@ -6,8 +6,6 @@ clipped, whatever its largest score is; and where some are above it, one of thos
 have a score above it. They go to the ranks that hold their keys, and are multiplied once more.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from torch import Tensor
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
+from megatron_burst.reference.dense import Visibility
 
 _PAIRS_AT_ONCE = 2**22  # of rows and keys
 
@@ -58,7 +57,7 @@ def largest_scores(
     batch, head, row = place.unbind(1)
     where = torch.stack([batch, head, positions[row]], 1)
     rows, where = (_of_all_ranks(x, context) for x in (q[batch, row, head], where))
-    queries_a_key = q.shape[2] // k.shape[2]
+    visibility, queries_a_key = _visibility(mask, layout.tokens), q.shape[2] // k.shape[2]
     for number in (bounds > threshold).nonzero()[:, 0].tolist():
         best, of_head = [found.new_zeros(())], where[:, 1] == number
         for sample in where[of_head, 0].unique().tolist():
@@ -66,7 +65,7 @@ def largest_scores(
             keys = k[sample, :, number // queries_a_key].float()
             for part in some.split(max(1, _PAIRS_AT_ONCE // len(keys))):
                 scores = scale * rows[part].float() @ keys.T
-                seen = _sees(mask, where[part, 2], positions, layout.tokens)
+                seen = visibility.pairs(where[part, 2], positions)
                 best.append(scores.masked_fill(~seen, 0.0).amax())
         found[number] = torch.stack(best).amax()
     return found
@@ -84,23 +83,12 @@ def _of_all_ranks(x: Tensor, context: BurstContext) -> Tensor:
     return torch.cat(parts)
 
 
-def _sees(mask: Mask, query: Tensor, key: Tensor, tokens: int) -> Tensor:
-    """Return for positions [Q] and [K] whether one sees the other: bool [Q, K]."""
-    seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-    for part in _parts(mask, query[:, None], key, tokens):
-        seen &= part
-    return seen
-
-
-def _parts(mask: Mask, query: Tensor, key: Tensor, tokens: int) -> Iterator[Tensor]:
-    if mask.is_causal:
-        yield key <= query
-    if mask.window is not None:
-        yield query - key <= mask.window
-    if mask.documents is not None:  # rows of padding have no LSE above anything
-        starts = torch.tensor(mask.documents, device=key.device)
-        numbers = [torch.searchsorted(starts, x, right=True) for x in (query, key)]
-        yield numbers[0] == numbers[1]
-    if mask.block_table is not None:
-        table, size = torch.from_numpy(mask.blocks.copy()).to(key.device), tokens // mask.side
-        yield table[query // size, key // size]
+def _visibility(mask: Mask, tokens: int) -> Visibility:
+    """Return a mask pair by pair; rows of padding, which have no LSE, may be left as they are."""
+    return Visibility(
+        causal=mask.is_causal,
+        left=-1 if mask.window is None else mask.window,
+        cu_seqlens=None if mask.documents is None else torch.tensor(mask.documents),
+        blocks=None if mask.block_table is None else torch.from_numpy(mask.blocks.copy()),
+        tokens_per_sample=tokens,
+    )

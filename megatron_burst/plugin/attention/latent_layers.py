@@ -27,7 +27,7 @@ from megatron_burst.config import Mla
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.limits import LATENT_LIMITS
-from megatron_burst.plugin.refusals import beyond, refuse_all
+from megatron_burst.plugin.refusals import broken_limits, refuse_all
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def attach(attention: Any) -> None:
 
 def reasons_against(attention: Any) -> list[str]:
     """Return why the latents of a layer cannot be sent; empty if they can."""
-    linear, reasons = attention.linear_kv_up_proj, beyond(LATENT_LIMITS, attention.config)
+    linear, reasons = attention.linear_kv_up_proj, broken_limits(LATENT_LIMITS, attention.config)
     if type(linear) not in _KNOWN:
         reasons.append(f"its up-projection is a {type(linear).__name__}, which is not known")
     if getattr(linear, "gtp_remat_size", 1) > 1:

@@ -39,7 +39,7 @@ class _Call(dict[int, AttentionMemory | None]):
         return None
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Stand in for a weak reference."""
 
 
@@ -54,14 +54,14 @@ class Checkpoints:
     def __init__(self, fraction: float, offload: bool) -> None:
         self._fraction, self._host = fraction, HostMemory() if offload else None
         self._calls = WeakIdKeyDictionary()  # by storage; None where two calls saved it
-        self._current: Callable[[], Any] = _nothing  # what the current call's checkpoint saves
-        self._left: Callable[[], Any] = _nothing  # what the last layer returned
+        self._current: Callable[[], Any] = nothing  # what the current call's checkpoint saves
+        self._left: Callable[[], Any] = nothing  # what the last layer returned
         self._is_second = False  # the pass in which the current call is
-        self._last: Callable[[], Any] = _nothing  # the call that began last in this forward
+        self._last: Callable[[], Any] = nothing  # the call that began last in this forward
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *_: Any) -> None:
         """A model's forward or its MTP begins: what runs belongs to no earlier call any more."""
-        self._current = self._last = _nothing
+        self._current = self._last = nothing
 
     def enter_layer(self, hidden: Tensor) -> None:
         """A layer begins; its input says whether a checkpointed call begins or goes on with it."""
@@ -70,7 +70,7 @@ class Checkpoints:
             self._begin(storage)
             self._current, self._is_second = WeakIdRef(storage), torch.is_grad_enabled()
         elif self._left() is not storage:
-            self._current = _nothing
+            self._current = nothing
 
     def leave_layer(self, hidden: Tensor) -> None:
         """A layer ends; the next one of the same call begins with what it returned."""
@@ -114,7 +114,7 @@ class Checkpoints:
         if not torch.is_grad_enabled():
             call = None if storage in self._calls else _Call(self._last)
             self._calls[storage] = call
-            self._last = _nothing if call is None else weakref.ref(call)
+            self._last = nothing if call is None else weakref.ref(call)
 
 
 class RecomputeHooks:
@@ -126,16 +126,13 @@ class RecomputeHooks:
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the layers of all pipeline stages among `models` and return them."""
         for model in models:
-            before_calls(model, self._begin)
+            before_calls(model, self._checkpoints.begin_forward)
             if (mtp := getattr(model, "mtp", None)) is not None:  # whose layers keep nothing
-                mtp.register_forward_pre_hook(self._begin)
+                mtp.register_forward_pre_hook(self._checkpoints.begin_forward)
             for layer in model.decoder.layers if isinstance(model, LanguageModel) else ():
                 layer.register_forward_pre_hook(self._enter, with_kwargs=True)
                 layer.register_forward_hook(self._leave)
         return models
-
-    def _begin(self, *_: Any) -> None:
-        self._checkpoints.begin_forward()
 
     def _enter(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._checkpoints.enter_layer(args[0] if args else kwargs["hidden_states"])

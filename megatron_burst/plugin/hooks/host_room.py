@@ -47,25 +47,25 @@ class HostRoom:
         if not getattr(models[0], "vp_stage", None):
             self._stages.clear()
         self._stages += models
-        needed = self._needed() / _GIB
+        hosted = sum(optimizer_bytes(model, self._hosted) for model in self._stages) / _GIB
+        needed = hosted + self._offloaded() / _GIB
         ranks, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_bytes() / _GIB
         text = (
             f"--recompute-offload puts {needed:.1f} GiB of a rank into the host's memory, of "
             f"{ranks} ranks on this node {ranks * needed:.1f} GiB, and {there:.1f} GiB are "
             "available: give the job more memory or more nodes, or drop --recompute-offload"
         )
-        if hosted := sum(optimizer_bytes(model, self._hosted) for model in self._stages):
-            text += f" or --optimizer-cpu-offload ({hosted / _GIB:.1f} GiB of a rank are its)"
+        if hosted:
+            text += f" or --optimizer-cpu-offload ({hosted:.1f} GiB of a rank are its)"
         refuse((ranks * needed > there, text))
         return models
 
-    def _needed(self) -> float:
+    def _offloaded(self) -> float:
         config, virtual = self._stages[0].config, len(self._stages)
         waiting = config.pipeline_model_parallel_size
         waiting *= 1 + 1 / virtual if virtual > 1 else 1  # interleaved: a longer warm-up
         bytes_ = sum(offloaded_bytes(each, self._tokens, self._fraction) for each in self._stages)
-        hosted = sum(optimizer_bytes(each, self._hosted) for each in self._stages)
-        return bytes_ * min(waiting, get_num_microbatches()) + hosted
+        return bytes_ * min(waiting, get_num_microbatches())
 
 
 def optimizer_share(args: Any) -> tuple[float, float]:

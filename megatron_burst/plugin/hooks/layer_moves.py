@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron_burst.attention.context import BurstContext
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plugin.hooks.layer_layouts import Side, moves, over_tensor_ranks, sides
 from megatron_burst.plugin.hooks.row_exchange import Moves, carry, find_moves
+from megatron_burst.plugin.models import mtp_layers
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,9 @@ class LayerMoves:
                 "those of tp for each of cp, as Megatron's are in its default order"
             )
         self._attach(model.decoder, self._kinds, is_last=model.post_process)
-        for stack in _mtp_stacks(model):
-            self._attach(stack, stack.layer_type_list, is_last=True)
+        for stack in (layer.mtp_model_layer for layer in mtp_layers(model)):
+            if hasattr(stack, "layer_type_list"):  # of a HybridModel
+                self._attach(stack, stack.layer_type_list, is_last=True)
 
     def _attach(self, stack: Any, kinds: Any, *, is_last: bool) -> None:
         found = sides(kinds)
@@ -147,10 +149,3 @@ def layer_kinds(sizes: Any, pattern: str | None) -> str:
     if sizes.experimental_attention_variant is None:
         return "*" * int(sizes.num_layers)
     return "".join("G" if linear else "*" for linear in get_linear_attention_pattern(sizes))
-
-
-def _mtp_stacks(model: Any) -> Iterator[Any]:
-    """Yield the stacks of a HybridModel's multi-token prediction."""
-    for layer in getattr(getattr(model, "mtp", None), "layers", ()):
-        if hasattr(layer.mtp_model_layer, "layer_type_list"):
-            yield layer.mtp_model_layer

@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from megatron_burst.plugin.compat import is_first_of_its_stage
 from megatron_burst.plugin.hooks.main_grad import fused_kernel, is_sharded, weight_sum
 from megatron_burst.plugin.limits import LM_HEAD_LIMITS
 from megatron_burst.plugin.models import LanguageModel, need_language_models
-from megatron_burst.plugin.refusals import beyond, refuse_all
+from megatron_burst.plugin.refusals import broken_limits, refuse_all
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class ChunkedHead:
 
 def _check(model: LanguageModel) -> None:
     layer = model.output_layer
-    reasons = beyond(LM_HEAD_LIMITS, model.config)
+    reasons = broken_limits(LM_HEAD_LIMITS, model.config)
     if type(layer) not in _OUTPUT_LAYERS:
         reasons.append(f"the output layer is a {type(layer).__name__}, not a ColumnParallelLinear")
     elif layer.bias is not None:
@@ -200,8 +199,7 @@ class ChunkedLoss:
         if is_first_of_its_stage():  # not the first rank of the job where there are stages
             logger.setLevel(logging.INFO)
 
-    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    def _before(self, _: Any, given: Mapping[str, Any]) -> None:
         self._labels, self._mask = given.get("labels"), given.get("loss_mask")
 
     def _after(self, *_: Any) -> None:

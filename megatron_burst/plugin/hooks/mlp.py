@@ -14,7 +14,7 @@ from megatron_burst.config import MlpConfig
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING
 from megatron_burst.plugin.models import need_language_models
-from megatron_burst.plugin.refusals import beyond, refuse_all
+from megatron_burst.plugin.refusals import broken_limits, refuse_all
 from megatron_burst.plugin.row_chunks import in_row_chunks, is_in_backward, unmade
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class ChunkedMlps:
         need_language_models("--mlp-chunks", models)
         for model in models:
             refuse_all(
-                "--mlp-chunks cannot run this", beyond(MLP_LIMITS, model.config, MLP_WORKING)
+                "--mlp-chunks cannot run this", broken_limits(MLP_LIMITS, model.config, MLP_WORKING)
             )
             replayed = _replayed_alone(model)
             found = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model, replayed)]
@@ -97,7 +97,8 @@ class ChunkedMlp:
         """Return what the MLP returns for hidden states [tokens, batch, hidden]."""
         sizes = hidden.shape[:-1].numel(), hidden.shape[-1], self._between
         tokens = math.ceil(len(hidden) / (self._chunks or choose_mlp_chunks(*sizes)))
-        weights, is_idle = self._mlp.parameters(), self.output_is_idle
+        # The replay of a checkpoint that does not read it.
+        weights, is_idle = self._mlp.parameters(), not self._output_is_read and is_in_backward()
         output = in_row_chunks(hidden, self.run, tokens, weights, is_idle=is_idle)
         return (output, self._bias) if self._returns_bias else output
 
@@ -107,11 +108,6 @@ class ChunkedMlp:
         config = self._mlp.config
         ranks = 1 if config.sequence_parallel else self._mlp.tp_group.size()
         return config.ffn_hidden_size * (3 if config.gated_linear_unit else 2) / ranks
-
-    @property
-    def output_is_idle(self) -> bool:
-        """Whether this call replays a checkpoint, inside a backward, that does not read it."""
-        return not self._output_is_read and is_in_backward()
 
     def run(self, piece: Tensor) -> Tensor:
         """Return the output of the MLP for some tokens, without the bias that comes beside it."""

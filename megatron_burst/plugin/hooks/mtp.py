@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,8 +112,7 @@ class _HeadLosses:
         model.compute_language_model_loss = self.losses
         before_calls(model, self._before)
 
-    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    def _before(self, _: Any, given: Mapping[str, Any]) -> None:
         packed = given.get("packed_seq_params")
         if not isinstance(packed, PackedDocuments | None):
             raise ValueError(

@@ -5,14 +5,15 @@ it back. They stand around the forward of the layers, in which nothing else that
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_burst.plugin.attention.recompute import Checkpoints, starts_a_pass
+from megatron_burst.plugin.attention.recompute import Checkpoints, nothing, starts_a_pass
+from megatron_burst.plugin.models import mtp_layers
 from megatron_burst.plugin.row_chunks import is_in_backward
 from megatron_burst.transport.host import HostMemory, Stored
 
@@ -31,30 +32,32 @@ class OffloadInputs:
     def __init__(self, checkpoints: Checkpoints | None) -> None:
         self._checkpoints, self._host = checkpoints, HostMemory()
         self._inputs: list[Callable[[], Any]] = []  # weak: of checkpoints whose forward runs
-        self._last: Callable[[], _Input | None] = _nothing  # of this forward, weak
-        self._next: Callable[[], _Input | None] = _nothing  # to come back, weak
+        self._last: Callable[[], _Input | None] = nothing  # of this forward, weak
+        self._next: Callable[[], _Input | None] = nothing  # to come back, weak
         self._comes_later = False  # behind the attention of this second pass
         self._hooks: list[saved_tensors_hooks] = []
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the layers of all pipeline stages among `models` and return them."""
         for model in models:
-            model.register_forward_pre_hook(lambda *_: self._begin_forward())
+            model.register_forward_pre_hook(self._begin_forward)
             for part in (model.decoder, getattr(model, "mtp", None)):
                 if part is not None:
-                    part.register_forward_pre_hook(lambda *_: self._enter())
+                    part.register_forward_pre_hook(self._enter)
                     part.register_forward_hook(self._leave, always_call=True)
-            for module in (*model.decoder.layers, *_mtp_norms(model)):
+            # An MTP layer's norms see first what its checkpoint saves.
+            norms = (norm for layer in mtp_layers(model) for norm in (layer.enorm, layer.hnorm))
+            for module in (*model.decoder.layers, *norms):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
                 if (attention := _attention(module)) is not None:
                     attention.register_forward_pre_hook(self._attend)
         return models
 
-    def _begin_forward(self) -> None:
-        self._last = _nothing
+    def _begin_forward(self, *_: Any) -> None:
+        self._last = nothing
         self._inputs.clear()
 
-    def _enter(self) -> None:
+    def _enter(self, *_: Any) -> None:
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.append(hooks)
         hooks.__enter__()
@@ -84,7 +87,7 @@ class OffloadInputs:
             self._comes_later = True
 
     def _fetch(self) -> None:
-        before, self._next = self._next(), _nothing
+        before, self._next = self._next(), nothing
         if before is not None:
             before.stored.fetch()
 
@@ -119,13 +122,3 @@ class _Input:
 def _attention(layer: Any) -> Any:
     """Return the attention of a layer, or None: of no other mixer."""
     return getattr(getattr(layer, "self_attention", None), "core_attention", None)
-
-
-def _mtp_norms(model: Any) -> Iterator[Any]:
-    """Yield what sees first what the checkpoint of an MTP layer saves."""
-    for layer in getattr(getattr(model, "mtp", None), "layers", ()):
-        yield from (layer.enorm, layer.hnorm)
-
-
-def _nothing() -> None:
-    """Stand in for a weak reference."""

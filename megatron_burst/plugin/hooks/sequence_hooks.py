@@ -1,7 +1,6 @@
 """Hooks of a model for what concerns whole sequences: documents and layouts of our own."""
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +31,7 @@ from megatron_burst.plugin.hooks.layer_moves import LayerMoves
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
-from megatron_burst.plugin.models import NAMES, LanguageModel
+from megatron_burst.plugin.models import LanguageModel, need_language_models
 from megatron_burst.plugin.refusals import layer_pattern, recurrent_layers
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -74,8 +73,8 @@ class SequenceHooks:
             ValueError: a model that cannot follow.
         """
         layouts: dict[BurstContext, Layouts] = {}  # one for all stages of a pipeline
+        need_language_models("documents, and layouts other than zigzag: SequenceHooks", models)
         for model in models:
-            _check_model(model)
             context = self._shared.contexts.of(model.config, model.pg_collection)
             _check_core_attention(model)
             positions = Positions(context)
@@ -94,14 +93,6 @@ class SequenceHooks:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
         self._shared.follow_layout()
         return models
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, LanguageModel):
-        raise ValueError(
-            f"documents, and layouts other than zigzag, need a {NAMES}, not a "
-            f"{type(model).__name__}"
-        )
 
 
 def _check_core_attention(model: Any) -> None:
@@ -188,11 +179,8 @@ class _StageHooks:
         documents = self._read(said, self._context)
         return None if documents.brought else documents.layout or self._context.layout(tokens)
 
-    def before(
-        self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(self, model: LanguageModel, given: dict[str, Any]) -> dict[str, Any]:
         """Change the arguments of the model's forward."""
-        given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
         packed = given.get("packed_seq_params")
         context = self._context_of(packed)
         if packed is not None:
@@ -214,18 +202,16 @@ class _StageHooks:
             given |= exchange.to_ours(tensors)
             if self._rolls is not None:
                 self._rolls.begin(exchange)
-        return (), given
+        return given
 
-    def after(
-        self, model: LanguageModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor:
+    def after(self, model: LanguageModel, given: dict[str, Any], output: Tensor) -> Tensor:
         """Change the output of the model's forward."""
         if not model.post_process:
-            return _unflatten_output(output, kwargs.get("packed_seq_params") or PackedDocuments())
-        if self._context_of(kwargs.get("packed_seq_params")).group is None:
+            return _unflatten_output(output, given.get("packed_seq_params") or PackedDocuments())
+        if self._context_of(given.get("packed_seq_params")).group is None:
             return output
-        tensors = _per_token(kwargs) or {"output": output}
-        exchange, rows = self._exchange_of(tensors, kwargs), next(iter(tensors.values())).shape[:2]
+        tensors = _per_token(given) or {"output": output}
+        exchange, rows = self._exchange_of(tensors, given), next(iter(tensors.values())).shape[:2]
         if exchange.is_needed and output.shape[:2] != rows:
             raise ValueError(
                 f"--burst-layout {self._context.config.layout} moves what the model returns for "

@@ -1,9 +1,8 @@
 """--burst-check reference: whether a rank's tokens are those of its positions."""
 
 import functools
-import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,9 +56,8 @@ class PositionHooks:
         return models
 
     def _look_at_ids(
-        self, context: BurstContext, model: LanguageModel, args: Any, kwargs: Any, _: Any
+        self, context: BurstContext, _: LanguageModel, given: Mapping[str, Any], __: Any
     ) -> None:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         ids, packed = given.get("position_ids"), given.get("packed_seq_params")
         if ids is not None:
             documents = packed if isinstance(packed, PackedDocuments) else PackedDocuments()
@@ -105,12 +103,12 @@ def _within(positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return positions - begin[torch.searchsorted(begin, positions, right=True) - 1]
 
 
-def _once(look: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
+def _once(look: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that calls `look` after the first forward of a module in training."""
     looks = [look]
 
-    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(module: Any, *given: Any) -> None:
         if module.training and looks:
-            looks.pop()(module, args, kwargs, output)
+            looks.pop()(module, *given)
 
     return hook

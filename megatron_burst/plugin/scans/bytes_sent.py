@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_burst.plugin.hooks.layer_layouts import moves, sides
 
@@ -19,38 +19,6 @@ class ScanShape:
     convolved: int  # channels of it
     projected: int  # channels that the projection before the scan makes
     out: int  # channels behind the scan
-
-    @classmethod
-    def of_mamba(
-        cls, *, heads: int, head_dim: int, groups: int, states: int, width: int = 4
-    ) -> "ScanShape":
-        """Return that of a Mamba-2 layer; `states` are those of one channel."""
-        inner, both = heads * head_dim, 2 * groups * states
-        return cls(
-            heads=heads,
-            state=inner * states,
-            transition=heads,
-            width=width,
-            convolved=inner + both,
-            projected=2 * inner + both + heads,
-            out=inner,
-        )
-
-    @classmethod
-    def of_delta_net(
-        cls, *, key_heads: int, heads: int, key_dim: int, value_dim: int, width: int
-    ) -> "ScanShape":
-        """Return that of a gated delta net; its values have `heads`."""
-        keys, values = 2 * key_heads * key_dim, heads * value_dim
-        return cls(
-            heads=key_heads,
-            state=heads * key_dim * value_dim,
-            transition=heads * key_dim**2,
-            width=width,
-            convolved=keys + values,
-            projected=keys + 2 * values + 2 * heads,
-            out=values,
-        )
 
     def by_states(self, ranks: int, number_bytes: int) -> int:
         """Return the bytes a sequence that a rank sends at the most forward; backward no T.
@@ -77,23 +45,44 @@ def shapes_of(number: Callable[[str, int], int], tensor: int = 1) -> dict[str, S
         number: gives the value of one of Megatron's arguments, or what it is if it is not given.
         tensor: tensor-parallel ranks.
     """
+    return {"M": _of_mamba(number, tensor), "G": _of_delta_net(number, tensor)}
+
+
+def shapes_in(settings: Any, tensor: int) -> dict[str, ScanShape]:
+    """Return those of Megatron's parsed arguments, or of a TransformerConfig."""
+    return shapes_of(lambda name, default: getattr(settings, name, None) or default, tensor)
+
+
+def _of_mamba(number: Callable[[str, int], int], tensor: int) -> ScanShape:
     head_dim = number("mamba_head_dim", 64)
-    heads = number("mamba_num_heads", 2 * number("hidden_size", 0) // head_dim)
-    return {
-        "M": ScanShape.of_mamba(
-            heads=heads // tensor,
-            head_dim=head_dim,
-            groups=number("mamba_num_groups", 8) // tensor,
-            states=number("mamba_state_dim", 128),
-        ),
-        "G": ScanShape.of_delta_net(
-            key_heads=number("linear_num_key_heads", 16) // tensor,
-            heads=number("linear_num_value_heads", 32) // tensor,
-            key_dim=number("linear_key_head_dim", 128),
-            value_dim=number("linear_value_head_dim", 128),
-            width=number("linear_conv_kernel_dim", 4),
-        ),
-    }
+    heads = number("mamba_num_heads", 2 * number("hidden_size", 0) // head_dim) // tensor
+    groups, states = number("mamba_num_groups", 8) // tensor, number("mamba_state_dim", 128)
+    inner, both = heads * head_dim, 2 * groups * states
+    return ScanShape(
+        heads=heads,
+        state=inner * states,
+        transition=heads,
+        width=4,
+        convolved=inner + both,
+        projected=2 * inner + both + heads,
+        out=inner,
+    )
+
+
+def _of_delta_net(number: Callable[[str, int], int], tensor: int) -> ScanShape:
+    key_heads = number("linear_num_key_heads", 16) // tensor
+    heads = number("linear_num_value_heads", 32) // tensor
+    key_dim = number("linear_key_head_dim", 128)
+    keys, values = 2 * key_heads * key_dim, heads * number("linear_value_head_dim", 128)
+    return ScanShape(
+        heads=key_heads,
+        state=key_dim * values,
+        transition=heads * key_dim**2,
+        width=number("linear_conv_kernel_dim", 4),
+        convolved=keys + values,
+        projected=keys + 2 * values + 2 * heads,
+        out=values,
+    )
 
 
 class Sent(NamedTuple):

@@ -7,7 +7,7 @@ from megatron_burst.config import BurstConfig, LayoutName
 from megatron_burst.plugin.attention.layer_algorithms import MEGATRONS
 from megatron_burst.plugin.hooks.layer_moves import layer_kinds
 from megatron_burst.plugin.refusals import cannot_follow, recurrent_layers
-from megatron_burst.plugin.scans.bytes_sent import Sent, sent_by_model, shapes_of
+from megatron_burst.plugin.scans.bytes_sent import Sent, sent_by_model, shapes_in
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ def sent_by_args(args: Any, kinds: str) -> Sent:
     number_bytes = 2 if args.bf16 or args.fp16 else 4
     tokens = args.seq_length // ranks
     rows = tokens * args.hidden_size * number_bytes // (tensor if args.sequence_parallel else 1)
-    shapes = shapes_of(lambda name, default: getattr(args, name, None) or default, tensor)
-    return sent_by_model(kinds, shapes, rows, tokens, ranks, number_bytes)
+    return sent_by_model(kinds, shapes_in(args, tensor), rows, tokens, ranks, number_bytes)
 
 
 def _cannot_move(args: Any) -> bool:

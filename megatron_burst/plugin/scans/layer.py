@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_burst.plugin.attention.documents import PackedDocuments, ranks_of
 from megatron_burst.plugin.attention.shared_state import SharedState
-from megatron_burst.plugin.scans.bytes_sent import ScanShape
+from megatron_burst.plugin.scans.bytes_sent import shapes_in
 from megatron_burst.plugin.scans.shards import Shard, shard_of
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ class OverRanks:
     whole forward is, too, with its all-to-all over heads, which wants zigzag.
     """
 
+    symbol: str  # in the pattern of a hybrid model; of the classes that follow
     config: Any
     layer_number: int
     tp_group: Any
@@ -30,11 +31,6 @@ class OverRanks:
             self_reliant.cp = _OneRank()
         super().__init__(*given, pg_collection=self_reliant, **named)  # type: ignore[call-arg]
         self.pg_collection, self.shared, self._passes = pg_collection, shared, passes
-
-    @property
-    def scan_shape(self) -> ScanShape:
-        """What the layer sends by; of the classes that follow."""
-        raise NotImplementedError
 
     @property
     def spread(self) -> int:
@@ -82,14 +78,15 @@ class OverRanks:
         context = self.shared.contexts.of(self.config, self.pg_collection)
         if ranks == 1 or not context.should_log((name, tokens)):
             return
-        states = self.scan_shape.by_states(ranks, number_bytes)
-        heads = self.scan_shape.by_heads(tokens, ranks, number_bytes)
+        shape = shapes_in(self.config, self.tp_group.size())[self.symbol]
+        states = shape.by_states(ranks, number_bytes)
+        heads = shape.by_heads(tokens, ranks, number_bytes)
         logger.info(
             "%s: %s; for a layer, a sequence and a pass a rank sends %.3g MiB of states on "
             "contiguous shards, %.3g MiB in an all-to-all over heads under zigzag; states are less "
             "from %d tokens a rank on",
             *(name, f"states are passed, scanned by {kernel}" if kernel else "heads are exchanged"),
-            *(states / 2**20, heads / 2**20, self.scan_shape.fewer_from(ranks, number_bytes)),
+            *(states / 2**20, heads / 2**20, shape.fewer_from(ranks, number_bytes)),
         )
 
 

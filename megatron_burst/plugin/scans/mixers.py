@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plugin.attention.shared_state import SharedState
-from megatron_burst.plugin.scans.bytes_sent import ScanShape
 from megatron_burst.plugin.scans.layer import OverRanks
 from megatron_burst.plugin.scans.packages import fla_rule, mamba_scan
 from megatron_burst.plugin.scans.rank_scan import (
@@ -40,6 +39,8 @@ def with_states_passed(value: Any, shared: SharedState) -> Any:
 
 class MambaOverRanks(OverRanks, MambaMixer):
     """Mamba-2."""
+
+    symbol = "M"
 
     def forward(
         self,
@@ -80,20 +81,11 @@ class MambaOverRanks(OverRanks, MambaMixer):
             return mamba_scan(kernel, self.chunk_size, [x, dt, decay, b, c], shard)
         return scan_by_decay(c, b, dt.unsqueeze(-1) * x, dt * decay, shard)
 
-    @property
-    def scan_shape(self) -> ScanShape:
-        """What the layer sends by."""
-        return ScanShape.of_mamba(
-            heads=self.nheads_local_tp,
-            head_dim=self.headdim,
-            groups=self.ngroups_local_tp,
-            states=self.d_state,
-            width=self.d_conv,
-        )
-
 
 class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
     """The gated delta net."""
+
+    symbol = "G"
 
     def forward(
         self,
@@ -152,17 +144,6 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
         out, bias = self.out_proj(self.norm_out_checkpoint.checkpoint(normed, read, gate))
         self.norm_out_checkpoint.discard_output_and_register_recompute(out)
         return out, bias
-
-    @property
-    def scan_shape(self) -> ScanShape:
-        """What the layer sends by."""
-        return ScanShape.of_delta_net(
-            key_heads=self.qk_dim_local_tp // self.key_head_dim,
-            heads=self.num_v_heads_local_tp,
-            key_dim=self.key_head_dim,
-            value_dim=self.value_head_dim,
-            width=self.conv_kernel_dim,
-        )
 
 
 _OURS: Mapping[Any, type] = {MambaMixer: MambaOverRanks, GatedDeltaNet: DeltaNetOverRanks}
