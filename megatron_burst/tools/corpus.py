@@ -126,8 +126,8 @@ def files(inputs: Sequence[Path]) -> Iterator[Path]:
 
 
 def _files(root: Path, *, is_library: bool) -> list[Path]:
-    """All files below a directory that are not hidden; of the standard library its modules."""
-    skipped = _SKIPPED if is_library else set()
+    """All files below a directory but hidden and compiled ones; of the library its modules."""
+    skipped = _SKIPPED if is_library else {"__pycache__"}
     found = (path for path in root.rglob("*.py" if is_library else "*") if path.is_file())
     return sorted(
         path

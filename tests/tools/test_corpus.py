@@ -47,6 +47,8 @@ def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
     text_file(folder / "b" / "two.txt", "zwei ü")
     text_file(folder / "a.txt", "one\n")
     text_file(folder / ".hidden", "no")
+    (folder / "b" / "__pycache__").mkdir()
+    text_file(folder / "b" / "__pycache__" / "two.pyc", "no\0")
     text_file(folder / "empty.txt", "")
     lines = tmp_path / "x.jsonl"
     lines.write_text('{"text": "one"}\n\n{"text": "two", "other": 3}\n')
