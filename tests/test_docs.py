@@ -14,8 +14,14 @@ import torch
 
 from megatron_burst.tools import terminal
 from megatron_burst.tools.compare import command as compare
+from megatron_burst.tools.compare import toy
 from megatron_burst.tools.compare.page import Comparison
 from megatron_burst.tools.compare.results import RAN, Result
+from megatron_burst.tools.flags import parsed
+from megatron_burst.tools.plan import timing
+from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.usual import as_trained
 from tests.training.launcher import free_port
 from tests.workers import forkserver
 
@@ -133,6 +139,15 @@ def result(row: tuple[str, ...], apart: float) -> Result:
     )
 
 
+def counted(algorithm: str) -> float:
+    """The bytes that a rank sends for attention in a step of the quickstart, by the planner."""
+    words = [*toy._FLAGS, "--vocab-size", "257", "--micro-batch-size", "4"]
+    words += ["--global-batch-size", "4", "--context-parallel-size", "4"]
+    flags = parsed([*words, "--context-parallel-algo", algorithm])
+    load = as_trained(workload_of(flags, Configs.read().cluster("cpu"), 4))
+    return load.model.layers * sum(each.sent for each in timing.attention_passes(load))
+
+
 def test_the_quickstarts_output_is_what_compare_prints_of_these_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,8 +166,9 @@ def test_the_quickstarts_output_is_what_compare_prints_of_these_figures(
         ranks, seconds = 1 if row[1] == "reference" else 4, each.seconds_per_step
         assert seconds and each.tokens_per_second_per_gpu
         assert each.tokens_per_second_per_gpu * seconds * ranks == pytest.approx(4 * 1024, rel=3e-3)
-    sent = {each.name: each.bytes_sent_per_rank_per_step or 0 for each in results}
-    assert 3 * sent["burst"] == sent["ring flat"], "a third of the bytes, it says"
+    sent = {each.name: each.bytes_sent_per_rank_per_step for each in results}
+    assert sent == {"CP=1 burst": 0, "burst": counted("burst"), "ring flat": counted("ring")}
+    assert 3 * counted("burst") == counted("ring"), "a third of the bytes, it says"
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/design"])
