@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -31,11 +32,26 @@ class LayoutName(StrEnum):
 ZIGZAGS = LayoutName.AUTO, LayoutName.ZIGZAG  # in which attention has Megatron's own split
 
 
+class Refused(list[str]):
+    """What several checks refuse, to be said at once."""
+
+    def by[**P, T](self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+        """Return what a check returns; None where it raises a ValueError, whose text is kept."""
+        try:
+            return check(*args, **options)
+        except ValueError as error:
+            self.append(str(error))
+            return None
+
+    def end(self) -> None:
+        """Raise one ValueError with all texts, if there are any."""
+        if self:
+            raise ValueError("\n".join(self))
+
+
 def refuse(*cases: tuple[bool, str]) -> None:
-    """Raise a ValueError with the text of the first case that holds, if one does."""
-    for holds, text in cases:
-        if holds:
-            raise ValueError(text)
+    """Raise a ValueError with the texts of all cases that hold, if one does."""
+    Refused(text for holds, text in cases if holds).end()
 
 
 def size_or_auto(text: str) -> int | None:
@@ -164,7 +180,15 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         _settle_enums(self)
-        layout, fraction = self.layout, self.recompute_fraction
+        refused = Refused()
+        refused.by(refuse, *self._sizes())
+        refused.by(self._check_pairs)
+        if self.recompute_fraction is not None:
+            refused.by(check_fraction, self.recompute_fraction)
+        refused.by(refuse, *self._preset())
+        refused.end()
+
+    def _sizes(self) -> Iterator[tuple[bool, str]]:
         for name, value in (
             ("timeout_seconds", self.timeout_seconds),
             ("--burst-ranks-per-node", self.ranks_per_node),
@@ -173,7 +197,10 @@ class BurstConfig:
             ("--burst-head-chunks", self.head_chunks),
         ):
             bad = value is not None and not 0 < value < math.inf
-            refuse((bad, f"{name} must be positive and finite, got {value}"))
+            yield bad, f"{name} must be positive and finite, got {value}"
+
+    def _check_pairs(self) -> None:
+        layout = self.layout
         refuse(
             (
                 layout is LayoutName.BALANCED and self.block_mask is not None,
@@ -191,9 +218,6 @@ class BurstConfig:
                 f"--burst-head-chunks {self.head_chunks} could cut: drop one",
             ),
         )
-        if fraction is not None:
-            check_fraction(fraction)
-        self._check_preset()
 
     @property
     def is_zigzag(self) -> bool:
@@ -222,8 +246,8 @@ class BurstConfig:
         taken = self.topology in (Topology.AUTO, Topology.MESH)
         return taken and self.algorithm is Algorithm.BURST
 
-    def _check_preset(self) -> None:
-        """A baseline fixes what burst chooses; refuse what would have no effect."""
+    def _preset(self) -> Iterator[tuple[bool, str]]:
+        """A baseline fixes what burst chooses: what would have no effect, and the reason."""
         if self.algorithm is Algorithm.BURST:
             return
         fixed: dict[str, tuple[str | int | None, ...]] = {
@@ -238,11 +262,9 @@ class BurstConfig:
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (None, 1)
         for spec in dataclasses.fields(self):
-            if (value := getattr(self, spec.name)) not in fixed.get(spec.name, (value,)):
-                raise ValueError(
-                    f"{flag_name(self, spec)} {value} has no effect under "
-                    f"--context-parallel-algo {self.algorithm}: drop it or take {Algorithm.BURST}"
-                )
+            value, algorithm = getattr(self, spec.name), f"--context-parallel-algo {self.algorithm}"
+            text = f"{flag_name(self, spec)} {value} has no effect under {algorithm}: drop it or "
+            yield value not in fixed.get(spec.name, (value,)), f"{text}take {Algorithm.BURST}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,12 +351,16 @@ class FileConfig:
 
 def _settle_enums(config: Any) -> None:
     """Let strings become members of their enum; refuse what is none."""
+    refused = Refused()
     for spec in dataclasses.fields(config):
         if known := members(spec):
             value, name = str(getattr(config, spec.name)), flag_name(config, spec)
-            if value not in known:
-                raise ValueError(f"{name} {value} is unknown; this version has: {', '.join(known)}")
-            object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
+            if value in known:
+                object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
+            else:
+                text = f"{name} {value} is unknown; this version has: {', '.join(known)}"
+                refused.append(text)
+    refused.end()
 
 
 def flag_name(config: Any, spec: dataclasses.Field[Any]) -> str:

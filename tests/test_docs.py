@@ -12,6 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_burst.tools import terminal
+from megatron_burst.tools.compare import command as compare
+from megatron_burst.tools.compare import toy
+from megatron_burst.tools.compare.page import Comparison
+from megatron_burst.tools.compare.results import RAN, Result
+from megatron_burst.tools.flags import parsed
+from megatron_burst.tools.plan import timing
+from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.usual import as_trained
 from tests.training.launcher import free_port
 from tests.workers import forkserver
 
@@ -89,6 +99,76 @@ def test_the_readmes_figures_are_those_of_the_pages() -> None:
             of_heads.setdefault(row["kv_heads"], []).append(float(row["ratio"]))
     ranges = (f"{min(of_heads[heads]):.2f} to {max(of_heads[heads]):.2f}" for heads in "82")
     assert f"[{'; '.join(ranges)}](scripts/bench" in README
+
+
+def test_the_readmes_sizes_of_buffers_are_those_of_the_pages() -> None:
+    with (ROOT / "docs" / "budgets.csv").open(newline="") as file:
+        rows = {tuple(row.values())[:5]: row["forward_peak"] for row in csv.DictReader(file)}
+    rings = (rows[ranks, nodes, "4:4", "kv", "causal"] for ranks, nodes in ("81", ("32", "4")))
+    ours = ", ".join(f"{float(peak):.1f}" for peak in rings)
+    # TransformerEngine's, as docs/budgets.md reads it, for the rank in the middle
+    theirs = ", ".join(f"{2 * p + (p + p // 2 + 1) / 2 + 1}" for p in (8, 32))
+    assert f"| {theirs} | [{ours}](docs/budgets.md)" in README
+    assert "{} for P = 8 and r = 4, {} for P = 32".format(*theirs.split(", ")) in (
+        (ROOT / "docs" / "budgets.md").read_text()
+    )
+
+
+# A row of the quickstart's table: name, how far apart, loss, quartiles, ms, tokens/s, GiB, MiB.
+ROW = re.compile(
+    r"^ ([\w= ]+?) +(\S+) +([\d.]+) +(\d+) to (\d+) +(\d+) +([\d,]+)" + 3 * r" +([\d.]+)" + "$",
+    re.M,
+)
+
+
+def result(row: tuple[str, ...], apart: float) -> Result:
+    """What compare has read of a run, if its table has this row."""
+    name, _, loss, low, high, step, tokens, peak, sent, imbalance = row
+    ended = float(loss)
+    return Result(
+        name=name,
+        status=RAN,
+        steps=80,
+        losses=[(1, ended * (1 + apart)), *((step, ended) for step in range(2, 81))],
+        seconds_per_step=int(step) / 1e3,
+        quartiles=(int(low) / 1e3, int(high) / 1e3),
+        tokens_per_second_per_gpu=float(tokens.replace(",", "")),
+        peak_memory_bytes=float(peak) * 2**30,
+        bytes_sent_per_rank_per_step=float(sent) * 2**20,
+        imbalance=float(imbalance),
+    )
+
+
+def counted(algorithm: str) -> float:
+    """The bytes that a rank sends for attention in a step of the quickstart, by the planner."""
+    words = [*toy._FLAGS, "--vocab-size", "257", "--micro-batch-size", "4"]
+    words += ["--global-batch-size", "4", "--context-parallel-size", "4"]
+    flags = parsed([*words, "--context-parallel-algo", algorithm])
+    load = as_trained(workload_of(flags, Configs.read().cluster("cpu"), 4))
+    return load.model.layers * sum(each.sent for each in timing.attention_passes(load))
+
+
+def test_the_quickstarts_output_is_what_compare_prints_of_these_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = README.partition("<!-- expected output: begin -->\n```text\n")[2].partition("```")[0]
+    rows = ROW.findall(output)
+    results = [result(row, 0 if row[1] == "reference" else float(row[1])) for row in rows]
+    found = Comparison(
+        command="", flags=(), machine={}, results=results, judged_steps=20, tolerance=1e-4
+    )
+    for number, each in enumerate(results, 1):
+        print(f"[{number}/{len(results)}] {each.name}: {compare._line(each)}")
+    compare._show(found, tmp_path / "page.md", terminal.console())
+    said = capsys.readouterr().out.rpartition("report: ")[0]
+    assert [line.rstrip() for line in said.splitlines()] == output.splitlines()
+    for row, each in zip(rows, results, strict=True):
+        ranks, seconds = 1 if row[1] == "reference" else 4, each.seconds_per_step
+        assert seconds and each.tokens_per_second_per_gpu
+        assert each.tokens_per_second_per_gpu * seconds * ranks == pytest.approx(4 * 1024, rel=3e-3)
+    sent = {each.name: each.bytes_sent_per_rank_per_step for each in results}
+    assert sent == {"CP=1 burst": 0, "burst": counted("burst"), "ring flat": counted("ring")}
+    assert 3 * counted("burst") == counted("ring"), "a third of the bytes, it says"
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/design"])

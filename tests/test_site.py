@@ -17,5 +17,5 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     done = subprocess.run([*command, "-d", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "install" / "index.html").read_text()
-    assert "docker/README.md" not in text, "no page of the site"
+    assert 'docker/README.md"' not in text, "a link to no page of the site"
     assert (tmp_path / "design" / "rings" / "index.html").is_file()

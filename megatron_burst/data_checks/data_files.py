@@ -43,7 +43,10 @@ def check_data_files(args: argparse.Namespace) -> None:
 
 def readable_indexes(args: argparse.Namespace) -> Iterator[tuple[str, _IndexReader]]:
     """Yield the prefix and the index of every data set of documents that is complete here."""
-    for prefix in dict.fromkeys(_prefixes(args)):
+    prefixes = list[str]()
+    with contextlib.suppress(ValueError, OSError):  # of a file that should name them
+        prefixes.extend(dict.fromkeys(_prefixes(args)))
+    for prefix in prefixes:
         with contextlib.suppress(ValueError, OSError):
             yield prefix, _check(prefix)
 

@@ -12,6 +12,7 @@ from megatron_burst.config import (
     Algorithm,
     BurstConfig,
     Check,
+    Refused,
     Topology,
     refuse,
 )
@@ -25,8 +26,8 @@ from megatron_burst.plugin.attention.block_mask import load_block_mask
 from megatron_burst.plugin.attention.layer_algorithms import check_layers, names_ours
 from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import MEGATRON
-from megatron_burst.plugin.refusals import refusals, refuse_all
-from megatron_burst.plugin.settings import Settings, settings_of
+from megatron_burst.plugin.refusals import ranks_refusal, refusals, refuse_all
+from megatron_burst.plugin.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -128,22 +129,59 @@ def configure(args: argparse.Namespace) -> Settings:
     dense attention mask.
 
     Raises:
-        ValueError: something cannot work, with the numbers and the flag to change.
+        ValueError: something cannot work, all of it, with the numbers and the flags to change.
     """
     set_default_dropouts(args)
-    settings = settings_of(args)
-    if (config := settings.attention) is None:
-        _check_megatron_algorithm(args)
+    refused = Refused()
+    settings = read_settings(args, refused)
+    if args.context_parallel_algo == MEGATRON:
+        refused.by(_check_megatron_algorithm, args)
         args.cp_comm_type = args.cp_comm_type or ["p2p"]
-        return settings
-    check_kernel_name(config.kernel)
-    _check_length(args, config)
-    _check_hierarchy(args, config)
-    names = args.cp_comm_type or [config.algorithm.value]
+    else:
+        _configure_attention(args, settings.attention, refused)
+    refused.end()
+    return settings
+
+
+def _configure_attention(
+    args: argparse.Namespace, config: BurstConfig | None, refused: Refused
+) -> None:
+    """Set what our attention implies, and check what goes with it; None: it was refused itself."""
+    algorithm = args.context_parallel_algo
+    names = args.cp_comm_type or [str(algorithm)]
     args.cp_comm_type = names if len(set(names)) > 1 else names[:1]
-    check_layers(args, config, own_spec=args.spec is not None)
-    _check_head_parallelism(args, config)
-    _check_recompute(args, config)
+    args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
+    what = f"--context-parallel-algo {algorithm} cannot run this"
+    refused.by(refuse_all, what, refusals(args))
+    if config is None:
+        return
+    refused.by(check_kernel_name, config.kernel)
+    refused.by(check_layers, args, config, own_spec=args.spec is not None)
+    for check in (
+        _check_length,
+        _check_hierarchy,
+        _check_head_parallelism,
+        _check_recompute,
+        _check_run,
+    ):
+        refused.by(check, args, config)
+    if hasattr(args, "fallback_to_eager_attn") and args.transformer_impl == "local":  # dev
+        refused.by(_check_local_layers, args)
+        args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
+
+
+def _check_local_layers(args: argparse.Namespace) -> None:
+    refuse(
+        (
+            len(args.cp_comm_type) > 1,
+            f"--cp-comm-type {' '.join(args.cp_comm_type)}: local layers of this Megatron know "
+            "all_gather alone: give no --cp-comm-type, or take TransformerEngine's layers",
+        )
+    )
+
+
+def _check_run(args: argparse.Namespace, config: BurstConfig) -> None:
+    """A dynamic loss scale, and a profiler, that would not go well with the run."""
     refuse(
         (
             config.check is Check.NAN and args.fp16 and args.loss_scale is None,
@@ -158,18 +196,22 @@ def configure(args: argparse.Namespace) -> Settings:
             f"{args.train_iters}: a profiler that is not stopped writes nothing, crashes at exit",
         ),
     )
-    refuse_all(f"--context-parallel-algo {config.algorithm} cannot run this", refusals(args))
-    args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
-    if hasattr(args, "fallback_to_eager_attn") and args.transformer_impl == "local":  # dev
-        refuse(
-            (
-                len(args.cp_comm_type) > 1,
-                f"--cp-comm-type {' '.join(args.cp_comm_type)}: local layers of this Megatron know "
-                "all_gather alone: give no --cp-comm-type, or take TransformerEngine's layers",
-            )
-        )
-        args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
-    return settings
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """Refuse a number of ranks over which the parallel sizes do not divide.
+
+    Unless sizes come from a checkpoint, which is read later.
+    """
+    if not args.use_mp_args_from_checkpoint_args:
+        reason = ranks_refusal(args.world_size, *parallel_sizes(args))
+        refuse((bool(reason), reason))
+
+
+def parallel_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Return those of tensor, pipeline and context parallelism."""
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return tensor, pipeline, args.context_parallel_size
 
 
 def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:

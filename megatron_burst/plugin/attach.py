@@ -16,10 +16,11 @@ from megatron.core import utils as core_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import get_args
 
-from megatron_burst.config import BurstConfig, LayoutName
+from megatron_burst.config import BurstConfig, LayoutName, Refused
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
+    check_ranks,
     configure,
     report_dropouts,
 )
@@ -95,10 +96,15 @@ def attach(
             add_burst_arguments(parser)
 
         def settle(args: argparse.Namespace) -> None:
-            flags, text = configure(args).flags, "the model was built, and nothing of ours is in it"
+            refused = Refused()
+            settings = refused.by(configure, args)
+            refused.by(check_ranks, args)
+            if refused.by(checks_files, args, own_entry=own_entry):
+                refused.by(look, args)
+            refused.end()
+            assert settings is not None
+            flags, text = settings.flags, "the model was built, and nothing of ours is in it"
             batches.unattached = f"{flags}: {text}: {REMEDY}" if flags else None
-            if checks_files(args, own_entry=own_entry):
-                look(args)
 
         return compat.around_parse_args(parse_args, add, settle)
 

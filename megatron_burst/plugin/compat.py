@@ -71,7 +71,7 @@ def around_parse_args(
 ) -> Callable[..., argparse.Namespace]:
     """Megatron's `parse_args` with `prepare` after all flags are known and `settle` before it ends.
 
-    A ValueError of `settle` ends the process with its text.
+    A ValueError of `settle` goes to `stop`.
     """
 
     @functools.wraps(parse_args)
@@ -87,10 +87,15 @@ def around_parse_args(
         try:
             settle(args)
         except ValueError as error:
-            sys.exit(f"megatron_burst: {error}")
+            stop(error)
         return args
 
     return parse
+
+
+def stop(why: ValueError) -> None:
+    """End a training that is refused. The doctor, which then looks on, puts its own here."""
+    sys.exit(f"megatron_burst: {why}".replace("\n", "\n  "))
 
 
 def is_first_of_its_stage() -> bool:

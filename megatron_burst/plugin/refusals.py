@@ -31,6 +31,20 @@ def refuse_all(what: str, reasons: Iterable[str]) -> None:
         raise ValueError("\n  ".join([f"{what}:", *lines]))
 
 
+def ranks_refusal(
+    ranks: int, tensor: int, pipeline: int, context: int, flag: str = "--nproc-per-node"
+) -> str:
+    """Say why models over such parallel sizes cannot share so many ranks; "" if they can."""
+    size = tensor * pipeline * context
+    if size < 1 or ranks % size == 0:  # Megatron refuses sizes below 1
+        return ""
+    return (
+        f"{ranks} ranks do not divide over --tensor-model-parallel-size {tensor} x "
+        f"--pipeline-model-parallel-size {pipeline} x --context-parallel-size {context} = {size}: "
+        f"change {flag} or one of them"
+    )
+
+
 def refusals(settings: Any) -> list[str]:
     """Return why our attention cannot run with these settings, one line each; empty if it can.
 

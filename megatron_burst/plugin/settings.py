@@ -14,6 +14,7 @@ from megatron_burst.config import (
     LmHeadLoss,
     Mla,
     MlpConfig,
+    Refused,
     refuse,
 )
 from megatron_burst.plugin.flags import flags
@@ -58,11 +59,24 @@ def settings_of(args: argparse.Namespace) -> Settings:
         ValueError: a value is unknown, a flag would have no effect, or an argument of Megatron
             cannot be honoured.
     """
-    head, mlp = lm_head_config_from_args(args), mlp_config_from_args(args)
-    attention, documents = burst_config_from_args(args), documents_flag(args) is not None
-    settings = Settings(attention, head, mlp, documents, tokens_of_rank(args))
+    refused = Refused()
+    settings = read_settings(args, refused)
+    refused.end()
+    return settings
+
+
+def read_settings(args: argparse.Namespace, refused: Refused) -> Settings:
+    """Read parsed arguments; a part that is refused is None, with the reasons in `refused`."""
+    settings = Settings(
+        refused.by(burst_config_from_args, args),
+        refused.by(lm_head_config_from_args, args),
+        refused.by(mlp_config_from_args, args),
+        documents_flag(args) is not None,
+        tokens_of_rank(args),
+    )
     if settings.flags:
-        refuse_all(f"{settings.flags} cannot run this", sharding_refusals(args))
+        what = f"{settings.flags} cannot run this"
+        refused.by(refuse_all, what, sharding_refusals(args))
     return settings
 
 

@@ -8,8 +8,8 @@ with a token of its own. How long they are decides how packed sequences spread o
 import hashlib
 import json
 import shlex
+import struct
 import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +26,7 @@ LIMIT = 32_000_000
 """Bytes of text that are taken at most, in whole documents."""
 LEAST = 4097
 """Tokens that a corpus must have, for trainings need some sequences."""
+_MAGIC, _VERSION, _UINT16 = b"MMIDIDX\0\0", 1, 8  # how an index of Megatron's begins
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -58,17 +59,25 @@ class Corpus(NamedTuple):
 
     def write(self, output: Path) -> None:
         """Write corpus.bin, .idx and .json; a training that reads others there keeps those."""
-        with warnings.catch_warnings(action="ignore"):  # Megatron's, of much that is not used here
-            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
         output.mkdir(parents=True, exist_ok=True)
         with replacing(output / "corpus.bin") as tokens, replacing(output / "corpus.idx") as index:
-            builder = IndexedDatasetBuilder(str(tokens), dtype=DType.optimal_dtype(VOCAB_SIZE))
-            for text in self.texts:
-                words = np.append(np.frombuffer(text, dtype=np.uint8), np.uint16(END_OF_DOCUMENT))
-                builder.add_document(words, [len(words)])
-            builder.finalize(str(index))
+            with tokens.open("wb") as file:
+                for text in self.texts:
+                    end = np.uint16(END_OF_DOCUMENT)
+                    file.write(np.append(np.frombuffer(text, np.uint8), end).tobytes())
+            index.write_bytes(self._index())
         write_text(output / "corpus.json", json.dumps(self.facts(output), indent=2) + "\n")
+
+    def _index(self) -> bytes:
+        """What Megatron's IndexedDataset reads: every document is one sequence.
+
+        Written here, for to import Megatron takes seconds, and a corpus needs nothing of it.
+        """
+        lengths = np.array([len(text) + 1 for text in self.texts], np.int32)
+        starts = 2 * (np.cumsum(lengths, dtype=np.int64) - lengths)  # in bytes
+        documents = np.arange(len(lengths) + 1, dtype=np.int64)
+        head = struct.pack("<QBQQ", _VERSION, _UINT16, len(lengths), len(documents))
+        return b"".join((_MAGIC, head, *(part.tobytes() for part in (lengths, starts, documents))))
 
     def __str__(self) -> str:
         lengths = [len(text) + 1 for text in self.texts]
@@ -103,7 +112,7 @@ def documents(inputs: Sequence[Path], *, paragraphs: bool = False) -> Iterator[b
     """Yield the bytes of every document, empty ones left out, in a fixed order."""
     for file in files(inputs):
         lines = file.suffix in (".jsonl", ".ndjson")
-        for text in _lines(file) if lines else [file.read_bytes()]:
+        for text in _lines(file) if lines else [_text(file)]:
             parts = text.split(b"\n\n") if paragraphs else [text]
             yield from filter(None, parts)
 
@@ -117,14 +126,21 @@ def files(inputs: Sequence[Path]) -> Iterator[Path]:
 
 
 def _files(root: Path, *, is_library: bool) -> list[Path]:
-    """All files below a directory that are not hidden; of the standard library its modules."""
-    skipped = _SKIPPED if is_library else set()
+    """All files below a directory but hidden and compiled ones; of the library its modules."""
+    skipped = _SKIPPED if is_library else {"__pycache__"}
     found = (path for path in root.rglob("*.py" if is_library else "*") if path.is_file())
     return sorted(
         path
         for path in found
         if not any(p in skipped or p[0] == "." for p in path.relative_to(root).parts)
     )
+
+
+def _text(path: Path) -> bytes:
+    if b"\0" in (content := path.read_bytes()):
+        text = "it is no text, or UTF-16: give the text files alone"
+        raise ValueError(f"--input {path} has NUL bytes: {text}")
+    return content
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -136,17 +152,22 @@ def _lines(path: Path) -> Iterator[bytes]:
                 raise ValueError(f"{path}, line {number}: no JSON with a text: {error}") from error
 
 
-def main(argv: list[str]) -> int:
-    """Run the verb; return its exit status."""
+def parser() -> Parser:
+    """Return what reads the words."""
     example = "megatron-burst corpus --output corpus --input documents.jsonl"
-    parser = Parser("corpus", __doc__, example)
-    add = parser.add_argument
+    made = Parser("corpus", __doc__, example)
+    add = made.add_argument
     text = "corpus.bin, corpus.idx and corpus.json, which has the flags of a training, go here"
     add("--output", type=Path, required=True, metavar="DIR", help=text)
     text = "text, directories or JSONL files with a text a line"
     add("--input", type=Path, nargs="+", action="extend", default=[], metavar="PATH", help=text)
     add("--paragraphs", action="store_true", help="what is between empty lines is a document")
-    args = parser.parse_args(argv)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the verb; return its exit status."""
+    args = parser().parse_args(argv)
     corpus = gather(args.input, paragraphs=args.paragraphs)
     corpus.write(args.output)
     found = corpus.facts(args.output)

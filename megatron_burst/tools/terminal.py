@@ -10,6 +10,8 @@ from rich.table import Table
 
 type Columns = Mapping[str, tuple[str, float, str]]
 """By their headings: the figure, what it is multiplied by, and its form."""
+NONE = "-"
+"""What a table shows where a figure is missing, or has no meaning."""
 _WIDTH = 200  # of tables: wider than a narrow terminal, so that no number is cut
 
 
@@ -31,9 +33,9 @@ def table(left: Iterable[str], right: Iterable[str], rows: Iterable[Sequence[str
 
 
 def cells(figures: Mapping[str, Any], columns: Columns) -> list[str]:
-    """Return what a row shows in columns, "n/a" where it lacks a figure."""
+    """Return what a row shows in columns, `NONE` where it lacks a figure."""
     found = ((figures.get(name), factor, form) for name, factor, form in columns.values())
-    return ["n/a" if x is None else form.format(x * factor) for x, factor, form in found]
+    return [NONE if x is None else form.format(x * factor) for x, factor, form in found]
 
 
 def complain(command: str, problems: Iterable[str]) -> None:

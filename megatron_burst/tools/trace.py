@@ -4,12 +4,16 @@
         --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4
     megatron-burst trace RUN/torch_profile
 
-prints a table by rank and pass. The files themselves, which show everything else, open in
-ui.perfetto.dev.
+prints a table by rank and pass. Its two shares are not of the same whole:
+
+    exposed   exposed milliseconds / milliseconds of attention: what attention would gain if all
+              of its communication were hidden
+    hidden    1 - exposed milliseconds / milliseconds of communication: which part of the
+              communication costs nothing; "-" where nothing is sent
 
 On GPUs communication is NCCL's kernels that attention has started; it is exposed while no other
 kernel runs beside them. On the CPU it lasts from posting until the wait for it has ended, and the
-wait is exposed.
+wait is exposed. The files themselves, which show everything else, open in ui.perfetto.dev.
 """
 
 import gzip
@@ -51,7 +55,7 @@ def summary(directory: Path) -> dict[str, Any]:
 
     Its rows are of a rank and a pass, or all of a rank's, summed over calls: `seconds`, those of
     `communication` and its `exposed` ones, `share` of the time that is exposed, share of the
-    communication that is `hidden`, and `bytes_sent`.
+    communication that is `hidden` (None where there is none), and `bytes_sent`.
 
     Raises:
         ValueError: there is no trace, or no attention in it.
@@ -103,9 +107,14 @@ def _rows(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
             "communication": communication,
             "exposed": exposed,
             "share": exposed / seconds if seconds else 0.0,
-            "hidden": 1 - exposed / communication if communication else 1.0,
+            "hidden": hidden(exposed, communication),
             "bytes_sent": sent,
         }
+
+
+def hidden(exposed: float, communication: float) -> float | None:
+    """Return which share of the communication is hidden; None where there is none."""
+    return 1 - exposed / communication if communication else None
 
 
 def _calls(events: Sequence[Event]) -> Iterator[tuple[str, _Call]]:
@@ -164,11 +173,16 @@ def _length(spans: Iterable[Span]) -> float:
     return sum(stop - start for start, stop in _union(spans))
 
 
+def parser() -> Parser:
+    """Return what reads the words."""
+    made = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
+    made.add_argument("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
+    return made
+
+
 def main(argv: list[str]) -> int:
     """Run the command; return its exit status."""
-    parser = Parser("trace", __doc__, "megatron-burst trace RUN/torch_profile")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="with rank-N.json.gz")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     content = summary(args.directory)
     if args.json:
         print(json.dumps(content, indent=2))
@@ -180,8 +194,8 @@ def main(argv: list[str]) -> int:
         "communication ms": ("communication", 1e3 / steps, "{:.2f}"),
         "exposed ms": ("exposed", 1e3 / steps, "{:.2f}"),
         "sent MiB": ("bytes_sent", 2**-20 / steps, "{:.2f}"),
-        "exposed": ("share", 1, "{:.1%}"),
-        "hidden": ("hidden", 1, "{:.1%}"),
+        "exposed, of ms": ("share", 1, "{:.1%}"),
+        "hidden, of communication": ("hidden", 1, "{:.1%}"),
     }
     shown = [row for row in content["rows"] if row["rank"] in ranks[:_MOST_RANKS]]
     rows = [(str(row["rank"]), row["name"], *terminal.cells(row, columns)) for row in shown]

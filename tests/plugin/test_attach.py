@@ -25,6 +25,10 @@ WAYS: dict[str, tuple[str, ...]] = {
     "a flag": (*STOCK, *NOWHERE, "--lm-head-loss=chunked"),
     "a flag and yaml": ("--yaml-cfg", "/nowhere.yaml", "--lm-head-loss=chunked"),
     "missing data": (*STOCK, *NOWHERE, "--burst-check-files", "on"),
+    "several errors": (
+        *(*STOCK, "--context-parallel-size", "4", "--lm-head-loss=chunked"),
+        *("--cross-entropy-loss-fusion", "--mlp-chunks=0"),
+    ),
     "own entry, off": (*STOCK, *NOWHERE, "--burst-check-files", "off"),
     "own entry": STOCK,
 }
@@ -132,6 +136,18 @@ def test_files_are_checked_where_it_is_asked_for(started: dict) -> None:
         in started["missing data"]["end"]
     )
     assert started["own entry, off"]["end"] == ""
+
+
+def test_all_that_is_refused_is_said_at_once(started: dict) -> None:
+    said = started["several errors"]["end"].splitlines()
+    assert said[0].startswith("megatron_burst: ") and all(line[0] == " " for line in said[1:])
+    for text in (
+        "cross_entropy_loss_fusion = True: it chooses among Megatron's own losses",
+        "--mlp-chunks must be positive, got 0",
+        "1 ranks do not divide over --tensor-model-parallel-size 1 x "
+        "--pipeline-model-parallel-size 1 x --context-parallel-size 4 = 4: change --nproc-per-node",
+    ):
+        assert sum(text in line for line in said) == 1, text
 
 
 def test_yaml_leaves_no_place_for_our_flags(started: dict) -> None:

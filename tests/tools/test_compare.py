@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
+from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_burst.tools import command as tool
 from megatron_burst.tools import pages
 from megatron_burst.tools.arguments.compare import parser
 from megatron_burst.tools.compare import command as compare
-from megatron_burst.tools.compare import running
+from megatron_burst.tools.compare import page, running
 from megatron_burst.tools.compare.results import Result, differences, measure
 from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
 from megatron_burst.tools.flags import DOCUMENTS, Heads
@@ -257,6 +258,18 @@ def test_two_comparisons_do_not_share_an_output(trainings: Trainings, tmp_path: 
     assert not trainings.started
 
 
+def test_what_is_shown_of_a_training_is_the_step_that_it_is_at(tmp_path: Path) -> None:
+    shown = running.Watched("burst", tmp_path / "log.txt")
+    assert shown.__rich__() == f"burst, to be watched in {tmp_path}/log.txt"
+    lines = [f" iteration {step:8d}/      80 | elapsed" for step in (1, 2)]
+    (tmp_path / "log.txt").write_text("x" * 10**5 + "\n".join(lines))
+    assert shown.__rich__() == f"burst: step 2 of 80, log: {tmp_path}/log.txt"
+    console = Console(force_terminal=True, width=200)
+    with console.capture() as drawn, console.status(shown):  # type: ignore[arg-type]
+        pass
+    assert "burst: step 2 of 80" in drawn.get()
+
+
 def test_a_sigterm_ends_the_training_with_us(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -358,6 +371,13 @@ def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:
     pretend(tmp_path / "tensorboard", 1.0)
     result = measure("x", tmp_path, None)
     assert (result.mfu, result.exposed, result.ranks) == (None, None, 4)
+    (tmp_path / "torch_profile").mkdir()
+    call = {"cat": "user_annotation", "name": "burst: forward", "ts": 0, "dur": 9, "tid": 1}
+    file = tmp_path / "torch_profile" / "rank-0.json"
+    file.write_text(json.dumps({"traceEvents": [call]}))
+    alone = measure("x", tmp_path, None)
+    assert alone.exposed is not None and alone.exposed["hidden"] is None, "nothing is sent"
+    assert [*page._cells(alone, None)][-1] == "-"
     assert differences([result], "x", 20) == {}
 
 

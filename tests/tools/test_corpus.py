@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -45,6 +47,8 @@ def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
     text_file(folder / "b" / "two.txt", "zwei ü")
     text_file(folder / "a.txt", "one\n")
     text_file(folder / ".hidden", "no")
+    (folder / "b" / "__pycache__").mkdir()
+    text_file(folder / "b" / "__pycache__" / "two.pyc", "no\0")
     text_file(folder / "empty.txt", "")
     lines = tmp_path / "x.jsonl"
     lines.write_text('{"text": "one"}\n\n{"text": "two", "other": 3}\n')
@@ -53,6 +57,26 @@ def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
         found = facts(tmp_path)
         assert tokens_of(found["prefix"]) == [[*text, 256] for text in texts]
         assert (found["documents"], found["tokens"]) == (2, sum(map(len, texts)) + 2)
+
+
+def test_files_are_those_that_megatron_writes(tmp_path: Path) -> None:
+    corpus.Corpus([b"one", b"", b"two\xff"], False).write(tmp_path)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), DType.optimal_dtype(257))
+    for words in ([*b"one", 256], [256], [*b"two\xff", 256]):
+        builder.add_document(np.array(words), [len(words)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in ("bin", "idx"):
+        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("corpus", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes(), suffix
+
+
+def test_a_corpus_needs_no_megatron_and_no_torch(tmp_path: Path) -> None:
+    block = "import sys\nfor name in ('megatron', 'torch'): sys.modules[name] = None\n"
+    text = text_file(tmp_path / "x.txt", "text " * 1000)
+    words = ["corpus", "--output", str(tmp_path), "--input", str(text)]
+    run = f"from megatron_burst.tools.command import main\nsys.exit(main({words!r}))"
+    subprocess.run([sys.executable, "-c", block + run], check=True, timeout=200)
+    assert len(IndexedDataset(facts(tmp_path)["prefix"])) == facts(tmp_path)["documents"]
 
 
 def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(tmp_path: Path) -> None:
@@ -112,6 +136,7 @@ def test_input_that_is_no_text_is_refused(
         (tmp_path / "absent", "no such file"),
         (text_file(tmp_path / "empty.txt", ""), "too little text: 0 tokens"),
         (text_file(tmp_path / "short.txt", "short"), "6 tokens, at least 7 are needed"),
+        (text_file(tmp_path / "x.png", "PNG\0 bytes"), f"--input {tmp_path}/x.png has NUL bytes"),
     ]:
         assert run(tmp_path / "out", "--input", path) == 1
         assert message in capsys.readouterr().err

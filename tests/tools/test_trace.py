@@ -147,6 +147,21 @@ def test_on_the_cpu_waits_are_exposed(tmp_path: Path) -> None:
     assert (row["share"], row["hidden"]) == pytest.approx((0.2, 0.75))
 
 
+def test_where_nothing_is_sent_nothing_is_said_to_be_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, event("user_annotation", "burst: forward", 0, 100))
+    assert row_of(tmp_path)["hidden"] is None
+    assert trace.main([str(tmp_path)]) == 0
+    assert re.search(r"forward .* 0\.0% +- *\n", capsys.readouterr().out)
+
+
+def test_the_help_says_of_what_its_shares_are() -> None:
+    said = " ".join(trace.parser().format_help().split())
+    assert "exposed milliseconds / milliseconds of attention" in said
+    assert "exposed milliseconds / milliseconds of communication" in said
+
+
 def test_on_a_gpu_what_no_other_kernel_runs_beside_is_exposed(tmp_path: Path) -> None:
     """Also beside kernels of others; and a step that attention has nothing to do with."""
     write(

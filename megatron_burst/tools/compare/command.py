@@ -14,7 +14,7 @@ from megatron_burst.tools import terminal
 from megatron_burst.tools.arguments.compare import parser
 from megatron_burst.tools.compare.page import Comparison, as_json, table, write_report
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
-from megatron_burst.tools.compare.running import Series
+from megatron_burst.tools.compare.running import Series, Watched
 from megatron_burst.tools.compare.toy import make_toy
 from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
 from megatron_burst.tools.flags import (
@@ -153,7 +153,7 @@ def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> lis
     runs, signals = [v for v in chosen if not v.why_not], Signals()
     for number, variant in enumerate(runs, start=1):
         name, again = variant.name, " (finished before)" if series.is_finished(variant) else ""
-        with console.status(f"{name}, to be watched in {series.folder(variant)}/log.txt"):
+        with console.status(Watched(name, series.folder(variant) / "log.txt")):
             results[name] = series.run(variant, signals)
         console.print(f"[{number}/{len(runs)}] {name}{again}: {_line(results[name])}")
     return [results[variant.name] for variant in chosen]

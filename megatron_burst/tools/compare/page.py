@@ -100,7 +100,7 @@ def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the columns in which a variant that ran has a figure, and its name and cells there."""
     apart = comparison.apart
     every = [[*_cells(result, apart.get(result.name))] for result in comparison.ran]
-    shown = [any(row[n] != "n/a" for row in every) for n in range(len(_COLUMNS))]
+    shown = [any(row[n] != terminal.NONE for row in every) for n in range(len(_COLUMNS))]
     rows = [[r.name, *compress(c, shown)] for r, c in zip(comparison.ran, every, strict=True)]
     return [*compress(_COLUMNS, shown)], rows
 
@@ -108,5 +108,5 @@ def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 def _cells(result: Result, apart: Difference | None) -> Iterator[str]:
     yield f"{apart.relative:.1e}" if apart else "reference"
     yield f"{result.losses[-1][1]:.4f}"
-    yield " to ".join(f"{1e3 * x:,.0f}" for x in result.quartiles) if result.quartiles else "n/a"
+    yield " to ".join(f"{1e3 * x:,.0f}" for x in result.quartiles or ()) or terminal.NONE
     yield from terminal.cells(asdict(result) | {**(result.exposed or {})}, FIGURES)

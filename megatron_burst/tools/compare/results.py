@@ -51,9 +51,9 @@ class Result:
     bytes_sent_per_rank_per_step: float | None = None
     documents: float | None = None  # of a micro-batch
     imbalance: float | None = None  # FLOPs of attention, max/mean over the ranks
-    exposed: Mapping[str, float] | None = None
+    exposed: Mapping[str, float | None] | None = None
     """Of a rank and step: seconds of attention, exposed ones, their share, what of the
-    communication is hidden. See `tools.trace`."""
+    communication is hidden, None where nothing is sent. See `tools.trace`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,14 +103,14 @@ def measure(
     )
 
 
-def _exposed(directory: Path) -> Mapping[str, float] | None:
+def _exposed(directory: Path) -> Mapping[str, float | None] | None:
     if not directory.is_dir():
         return None
     content = trace.summary(directory)
     rows = [row for row in content["rows"] if row["name"] == trace.ATTENTION]
     names = ("seconds", "communication", "exposed", "bytes_sent")
     found = {name: fmean(row[name] for row in rows) / content["steps"] for name in names}
-    hidden = 1 - found["exposed"] / (found["communication"] or 1.0)
+    hidden = trace.hidden(found["exposed"], found["communication"])
     return found | {"share": found["exposed"] / found["seconds"], "hidden": hidden}
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from megatron_burst.tools.launch.processes import Signals, supervise
 
 _MARK = "finished.json"
 _LONGEST = 1000  # characters of a reason
+_STEP = re.compile(r"iteration +(\d+)/ *(\d+) \|")  # of Megatron's log
+_TAIL = 2**16  # bytes of a log, in which there is a line of the last step
 _TRACE = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
 _LOG = "--log-interval 1 --tensorboard-log-interval 1 --log-timers-to-tensorboard".split()
 # What says why a run ended, the first that is there: our own refusal, an exception's last line.
@@ -25,6 +28,22 @@ _REASONS = (
     r"^(?:\[.*?\]: *)?([\w.]*(?:Error|Exception): .+)$",
 )
 _QUIET = {"PYTHONWARNINGS": "ignore::UserWarning"}
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What is shown while a training runs, read from its log whenever it is drawn."""
+
+    name: str
+    log: Path
+
+    def __rich__(self) -> str:
+        """Say how far it has come, and where it can be watched."""
+        with suppress(OSError), self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            if steps := _STEP.findall(file.read().decode(errors="replace")):
+                return f"{self.name}: step {steps[-1][0]} of {steps[-1][1]}, log: {self.log}"
+        return f"{self.name}, to be watched in {self.log}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

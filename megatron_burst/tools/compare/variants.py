@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_burst.config import Topology
 from megatron_burst.plans.choice.head_parallel import head_groups, kv_head_copies
 from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plugin.refusals import ranks_refusal
 from megatron_burst.tools.flags import DOCUMENTS, Heads
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
@@ -37,12 +38,9 @@ class Job:
         """Check that the sizes fit each other, and that variants can be told of so many."""
         if self.ranks > _MOST_RANKS:
             raise ValueError(f"--ranks {self.ranks} is more than {_MOST_RANKS}, the most there are")
-        if self.ranks % (self.tensor * self.pipeline * self.context):
-            raise ValueError(
-                f"{self.ranks} ranks do not divide over --tensor-model-parallel-size {self.tensor} "
-                f"x --pipeline-model-parallel-size {self.pipeline} x --context-parallel-size "
-                f"{self.context}: change --ranks or one of them"
-            )
+        sizes = self.tensor, self.pipeline, self.context
+        if reason := ranks_refusal(self.ranks, *sizes, flag="--ranks"):
+            raise ValueError(reason)
 
     @property
     def nodes(self) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Refused
 from megatron_burst.kernels import KERNELS, Request, select_kernel
 from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.tiles import Tiling
@@ -37,9 +37,11 @@ def request_of(parsed: Parsed, target: Target) -> Request | None:
 def _has_bands(args: Namespace, config: BurstConfig) -> bool:
     """Whether the layout and the window make tiles that are neither full nor causal squares."""
     window = window_of(flags_of(vars(args)))
-    if not args.seq_length:
+    layout, ranks = None, args.context_parallel_size
+    if args.seq_length:
+        layout = Refused().by(make_layout, config, args.seq_length, ranks)  # validation says why
+    if layout is None:
         return window is not None
-    layout = make_layout(config, args.seq_length, args.context_parallel_size)
     return Tiling(layout, Mask.causal(window=window)).needs.is_banded
 
 

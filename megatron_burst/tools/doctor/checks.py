@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.arguments import asks_for_us
+from megatron_burst.plugin.limits import MEGATRON
 from megatron_burst.tools.doctor.launch_line import LaunchLine, Target
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.report import Finding, Level
@@ -37,24 +37,21 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
     if not line.starts_us and asks_for_us(line.flags):
         text = f"{line.program} does not start megatron_burst, so its flags are unknown there"
         yield Finding("not-attached", _ERROR, text, f"-m megatron_burst.run {line.program}")
-    if parsed.stops:
-        text = "ranks in a multiple of tensor x context x pipeline parallel sizes"
-        remedy = text if "total_model_size" in parsed.stops else ""
-        yield Finding("validation", _ERROR, parsed.stops, remedy)
+    yield from (Finding("validation", _ERROR, text) for text in parsed.stops)
     if parsed.unknown:
         yield Finding("checkpoint-args", _NOTE, parsed.unknown, "also pass the model's flags")
     if parsed.absent:
         yield Finding("not-here", _NOTE, parsed.absent)
-    if (args := parsed.args) is None or (parsed.stops and parsed.config is None):
+    if (args := parsed.args) is None:
         return
+    is_ours = getattr(args, "context_parallel_algo", MEGATRON) != MEGATRON
     yield from _sizes(args)
     yield from _start(args, line, target)
     yield from _losses(args)
     yield from _windows(args)
-    if not parsed.stops:
-        yield from _documents(args, parsed.config)
-        yield from _megatrons_chunks(args)
-    if parsed.config is None:
+    yield from _documents(args, is_ours)
+    yield from _megatrons_chunks(args)
+    if not is_ours:
         yield from _megatrons_attention(args)
 
 
@@ -81,13 +78,13 @@ def _sizes(args: Namespace) -> Iterator[Finding]:
     """Divisions that Megatron looks at only when the model runs."""
     heads = args.num_attention_heads or 0
     groups = (args.group_query_attention and args.num_query_groups) or 1
-    local = (args.seq_length or 0) // args.context_parallel_size
+    local = (args.seq_length or 0) // (args.context_parallel_size or 1)
     tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
     for what, number, by, divisor in (
         ("--num-attention-heads", heads, "--num-query-groups", groups),
         ("a rank's part of --seq-length", local, "--tensor-model-parallel-size", tensor),
     ):
-        if number % divisor:
+        if number % (divisor or 1):
             text = f"{what}, {number}, does not divide by {by}, {divisor}"
             yield Finding("divisibility", _ERROR, text, f"change {what} or {by}")
 
@@ -195,14 +192,14 @@ def _megatrons_chunks(args: Namespace) -> Iterator[Finding]:
 # ---- documents: whether attention, positions and ranks follow them
 
 
-def _documents(args: Namespace, config: BurstConfig | None) -> Iterator[Finding]:
+def _documents(args: Namespace, is_ours: bool) -> Iterator[Finding]:
     yield from _positions(args)
     yield from _ends(args)
     meant = args.reset_position_ids or args.eod_mask_loss
     if args.dataloader_inter_document_masking:
-        if config is None:
+        if not is_ours:
             yield from _megatrons_documents(args)
-        elif config.block_mask:
+        elif args.burst_block_mask:
             text = (
                 "--burst-block-mask counts blocks from the start of a sample, not of its "
                 "documents: a block that all others may see is seen by its own documents alone"

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -10,8 +10,9 @@ from megatron_burst.kernels import Request
 from megatron_burst.tools import hardware, options
 from megatron_burst.tools.arguments.doctor import parser
 from megatron_burst.tools.doctor import checks, machine, memory
-from megatron_burst.tools.doctor.attention import request_of, served
+from megatron_burst.tools.doctor.attention import Served, request_of, served
 from megatron_burst.tools.doctor.launch_line import LaunchLine, Target, split
+from megatron_burst.tools.doctor.machine import Part
 from megatron_burst.tools.doctor.parsing import parse, see_beside
 from megatron_burst.tools.doctor.report import Finding, Level, Report
 
@@ -43,6 +44,8 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     request, kernel = None, "auto"
     if given.shape is not None:
         request = Request(target.device, getattr(torch, given.dtype), *given.shape)
+    elif words is None:
+        findings += _without_megatron(parts)
     with target.pretended():
         if line is not None:
             parsed = parse(line, target)
@@ -50,10 +53,26 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
             if request is None and parsed.config is not None:
                 request, kernel = request_of(parsed, target), parsed.config.kernel
         kernels = served(request, kernel) if request else []
+    findings += _unserved(kernel, kernels)
     if line is not None and parsed.args is not None and not parsed.stops:
         findings += memory.findings(parsed.args, line.flags, target, given.cluster)
-    settings = hardware.settings(environment)
-    return Report(str(target), parts, here, settings, _described(request), kernels, findings)
+    settings, shape = hardware.settings(environment), _described(request)
+    return Report(str(target), parts, here, settings, shape, kernels, findings, words is not None)
+
+
+def _without_megatron(parts: Sequence[Part]) -> Iterator[Finding]:
+    """What keeps any training from running here, with the line that installs it."""
+    for part in parts:
+        if part.name == "megatron-core" and not part.version:
+            yield Finding("megatron", Level.ERROR, part.use)
+
+
+def _unserved(asked: str, kernels: Sequence[Served]) -> Iterator[Finding]:
+    """The kernel that a command names, where it does not serve: another one is no answer."""
+    if asked != "auto" and kernels and not any(each.is_taken for each in kernels):
+        reasons = "; ".join(why for each in kernels if each.kernel == asked for why in each.reasons)
+        text = f"--burst-kernel {asked} cannot serve this attention: {reasons}"
+        yield Finding("kernel", Level.ERROR, text, "--burst-kernel auto")
 
 
 def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:

@@ -7,20 +7,23 @@ import contextlib
 import copy
 import io
 import logging
+import math
 import os
+import re
 import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from inspect import unwrap
 from pathlib import Path
 from unittest.mock import patch
 
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Refused
 from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.plugin import attachment_points, compat
+from megatron_burst.plugin.arguments import check_ranks, parallel_sizes
 from megatron_burst.plugin.settings import burst_config_from_args
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine, Target
 
@@ -33,7 +36,7 @@ class Parsed:
 
     args: Namespace | None = None  # as they were given; None where the parser refuses them
     config: BurstConfig | None = None  # of our attention; None under Megatron's own
-    stops: str = ""  # why it ends before it trains; "" where it does not
+    stops: list[str] = field(default_factory=list)  # why it ends before it trains, if it does
     unknown: str = ""  # why what depends on the model was not looked at
     absent: str = ""  # what a cluster has and this machine lacks, and was taken for there
 
@@ -51,11 +54,11 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
         try:
             _parse(line, target, found)
         except SystemExit as leaving:
-            found.stops = _last_words(leaving, said)
+            found.stops.append(_last_words(leaving, said))
         except Exception as error:  # whatever ends the program is what is asked for
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
-            found.stops = str(error) or where
+            found.stops.append(str(error) or where)
     return found
 
 
@@ -100,19 +103,36 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     if line.is_attached:
         attach.attach(look_at_files, own_entry=line.program in OUR_ENTRIES)
     parser = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
-    args = parser()
+    args = _unended(parser, found)
     if args.use_checkpoint_args and not (args.num_layers or args.hybrid_layer_pattern):
         found.unknown = (
             "--use-checkpoint-args: no checkpoint is read here, so what depends on the model was "
             "not checked"
         )
-    found.args = copy.copy(args)
     if line.is_attached:
-        found.config = burst_config_from_args(args)
+        found.config = Refused().by(burst_config_from_args, args)  # what it refuses was said
     if not found.unknown:
         arguments.validate_args(args, {})
     if not found.unknown:
         _build_configs(line, args, target, found)
+
+
+def _unended(parser: Callable[[], Namespace], found: Parsed) -> Namespace:
+    """Parse; what our parts refuse is noted and ends nothing, for Megatron may refuse more."""
+    refused = Refused()
+
+    def note(why: ValueError) -> None:
+        refused.extend(re.split(r"\n(?! )", str(why)))  # a line at the margin is another reason
+
+    with patch.object(compat, "stop", note):
+        args = parser()
+    found.args = copy.copy(args)
+    before = len(refused)
+    refused.by(check_ranks, args)
+    if len(refused) > before:  # Megatron's own check would hide what comes behind it
+        args.world_size = math.prod(parallel_sizes(args))
+    found.stops += dict.fromkeys(refused)
+    return args
 
 
 def _build_configs(line: LaunchLine, args: Namespace, target: Target, found: Parsed) -> None:
@@ -121,7 +141,7 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, found: Par
     from megatron_burst.plugin.refusals import refusals
 
     if line.program in OUR_ENTRIES and (reason := pretraining.refusal(args)):
-        raise ValueError(reason)
+        found.stops.append(reason)
     try:
         model_config = pretraining.model_config(args)
     except ValueError as error:
@@ -130,8 +150,9 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, found: Par
         found.absent = "TransformerEngine is not installed here: RoPE's fusion was not checked"
         args.apply_rope_fusion = False
         model_config = pretraining.model_config(args)
-    if found.config is not None and (reasons := refusals(model_config.transformer)):
-        raise ValueError("\n".join(reasons))
+    if found.config is not None:
+        said = "\n".join(found.stops)
+        found.stops += [text for text in refusals(model_config.transformer) if text not in said]
 
 
 def _last_words(leaving: SystemExit, said: io.StringIO) -> str:

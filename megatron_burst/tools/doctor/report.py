@@ -40,12 +40,13 @@ class Report:
     shape: str
     kernels: Sequence[Served]
     findings: Sequence[Finding]
+    has_command: bool  # or it is asked what is here
 
     def verdict(self, strict: bool) -> str:
         """Return why the command line will not do, or "ok"."""
         levels = {finding.level for finding in self.findings}
         if Level.ERROR in levels:
-            return "the command line will not run"
+            return "the command line will not run" if self.has_command else "no training runs here"
         if strict and Level.WRONG in levels:
             return "the command line runs, but not as it was meant"
         if self.shape and not any(kernel.is_taken for kernel in self.kernels):

@@ -168,7 +168,11 @@ def _place(found: Candidate) -> tuple[bool, float, bool]:
 
 
 def in_order(found: Iterable[Candidate]) -> list[Candidate]:
-    """Put those first that fit, then the fastest; of a tie our default, then what needs least."""
+    """Put those first that fit, then the fastest; of a tie our default, then what needs least.
+
+    Nothing in the host's memory goes before fewer bytes: fewer context-parallel ranks send less,
+    down to none, and hold more that then has to leave the GPU.
+    """
     ordered, start = sorted(found, key=_place), 0
     while start < len(ordered):
         lacks, seconds, _ = _place(ordered[start])
@@ -179,14 +183,14 @@ def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     return ordered
 
 
-def _needs(found: Candidate) -> tuple[bool, bool, int, float, bool]:
+def _needs(found: Candidate) -> tuple[bool, bool, bool, int, float]:
     attention = found.time.attention
     return (
         not found.is_default,
         not found.is_usual,
+        found.host_bytes > 0,
         attention.sent,
         attention.exposed_share,
-        found.host_bytes > 0,
     )
 
 

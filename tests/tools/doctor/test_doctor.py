@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,7 +98,11 @@ def test_a_model_that_a_checkpoint_describes(
         ("--no-such-flag 3", "validation", "unrecognized arguments: --no-such-flag 3"),
         ("--seq-length 100", "validation", "divisible by 2 x 16 ranks = 32, got 100 tokens"),
         ("--context-parallel-size 3", "validation", "2 x 3 ranks = 6, got 128"),
-        ("--tensor-model-parallel-size 3", "validation", "world size (16) is not divisible"),
+        (
+            "--tensor-model-parallel-size 3",
+            "validation",
+            "16 ranks do not divide over --tensor-model-parallel-size 3 x",
+        ),
         pytest.param(*("--hidden-size 66", "validation", "hidden"), marks=pytest.mark.slow),
         ("--window-size 4,4", "validation", "window_size = (4, 4)"),
         ("--yaml-cfg=x.yaml", "validation", "the doctor does not read --yaml-cfg"),
@@ -119,6 +124,29 @@ def test_one_that_does_not(
     assert (status, report["verdict"]) == (1, "the command line will not run")
     found = [f["text"] for f in report["findings"] if (f["check"], f["level"]) == (check, "error")]
     assert any(text in line for line in found), report["findings"]
+
+
+EVERY_PART = {
+    "--attention-dropout 0.1": "attention_dropout = 0.1: ",
+    "--burst-head-parallel-size 3": "size 3 does not divide --context-parallel-size 5",
+    "--context-parallel-size 5": "16 ranks do not divide over",
+    "--seq-length 120": "divisible by 2 x 5 ranks = 10, got 128 tokens",
+    "--lm-head-loss chunked --cross-entropy-loss-fusion": "cross_entropy_loss_fusion = True: ",
+    "--mlp-chunks 2 --mlp-chunks-for-training 3": "mlp_chunks_for_training = 3: ",
+    "--hidden-size 66": "hidden",  # Megatron's, behind its check of the number of ranks
+    "--reset-position-ids": "nothing reads position ids",  # a silent error
+}
+
+
+def test_all_that_is_wrong_is_told_at_once(
+    megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = shlex.split(" ".join(EVERY_PART))
+    status, report = judged(capsys, *MODEL, *BURST, *CP16, *flags, "--seq-length", "128")
+    texts = [f["text"] for f in report["findings"] if f["level"] in ("error", "wrong")]
+    for flag, text in EVERY_PART.items():
+        assert sum(text in each for each in texts) == 1, flag
+    assert status == 1 and not any("total_model_size" in text for text in texts)
 
 
 def test_an_older_gpu_needs_one_connection(
@@ -178,7 +206,7 @@ def test_cpus_of_several_nodes_have_to_be_asked_for(
         ({}, "has no CUDA device"),
         ({cpu_platform.REQUEST: "1"}, "no-such"),
     ):
-        stopped = parsing.parse(replace(line, environment=environment), target).stops
+        (stopped,) = parsing.parse(replace(line, environment=environment), target).stops
         assert found in stopped
 
 
@@ -187,6 +215,30 @@ def test_without_a_command_it_says_what_is_here(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     for title in ("Installed", "Hardware", "Environment", "Kernels for torch.float32"):
         assert f"{title}" in said
+
+
+WITHOUT_MEGATRON = """
+import sys
+sys.modules["megatron"] = None
+from megatron_burst.tools.command import main
+for words in ([], ["--shape", "16,2,128"]):
+    print("status", main(["doctor", *words]))
+"""
+
+
+def test_an_environment_without_megatron_is_not_ok() -> None:
+    """Attention alone needs none, so what serves a shape is answered all the same."""
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEGATRON],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=200,
+    )
+    bare, shape, _ = ran.stdout.split("status ")
+    assert "error    megatron: megatron-core is not installed: pip install 'megatron-core==" in bare
+    assert bare.endswith("\n\nno training runs here\n") and shape.startswith("1\n")
+    assert shape.endswith("\n\nok\n") and ran.stdout.endswith("status 0\n"), ran.stderr
 
 
 @pytest.mark.parametrize("shape", ["16,2", "16,2,128,128,128", "16,two,128", "16,0,128"])
@@ -221,6 +273,9 @@ def test_a_kernel_that_is_asked_for_is_the_one_judged(
         assert found == status
         taken = [k["kernel"] for k in report["kernels"] if k["is_taken"]]
         assert taken == ([kernel] if status == 0 else [])
+        said = [f["text"] for f in report["findings"] if f["check"] == "kernel"]
+        assert bool(said) == bool(status) and (report["verdict"] == "ok") != bool(said)
+    assert said == ["--burst-kernel cpu cannot serve this attention: the tensors are on cuda"]
 
 
 def test_the_parts_are_those_of_this_environment() -> None:
