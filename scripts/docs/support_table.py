@@ -21,6 +21,7 @@ from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,
     MLP_LIMITS,
+    flag_of,
 )
 from megatron_burst.plugin.refusals import pattern_refusals, refusals
 
@@ -82,10 +83,10 @@ def tables() -> dict[str, Table]:
         "settings": (["setting", *Algorithm], _grouped(_setting_rows())),
         "kernels": _columns_grouped(["request", *KERNELS], _grouped(_kernel_rows())),
         "layers": (["symbol", "layer", "not with"], _layer_rows()),
-        "attention": (limits, _limit_rows({**LIMITS, **DEV_LIMITS})),
-        "latents": (limits, _limit_rows(LATENT_LIMITS)),
-        "loss": (limits, _limit_rows(LM_HEAD_LIMITS)),
-        "mlp": (limits, _limit_rows(MLP_LIMITS)),
+        "attention": (limits, limit_rows({**LIMITS, **DEV_LIMITS})),
+        "latents": (limits, limit_rows(LATENT_LIMITS)),
+        "loss": (limits, limit_rows(LM_HEAD_LIMITS)),
+        "mlp": (limits, limit_rows(MLP_LIMITS)),
     }
 
 
@@ -184,5 +185,12 @@ def _layer_rows() -> Iterator[list[str]]:
         yield [f"`{symbol}`", name, "; ".join(dict.fromkeys(every))]
 
 
-def _limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:
-    return ([f"`{name}`", reason] for name, reason in limits.items())
+def limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:
+    """A row for those with one reason; without the remedy to drop it, which is the usual one."""
+    return _grouped([f"`{name}`", _reason(name, text)] for name, text in limits.items())
+
+
+def _reason(name: str, text: str) -> str:
+    for usual in (f"drop {flag_of(name)}", f"leave {name} off"):
+        text = text.replace(usual, "drop it")
+    return text.removesuffix(": drop it")
