@@ -99,11 +99,12 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def _text(documented: Any) -> str:
-    """A docstring, of each argument the first clause."""
+    """A docstring up to the end of the code that it equals, of each argument the first clause."""
     kept, _, rest = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
+    kept = re.sub(r"(\n\n {4}(?:.*\n)+?)\n\S[\s\S]*", r"\1", kept)
     given = re.findall(r"^    (\w+: .*(?:\n {8}.*)*)", rest.partition("\n\n")[0], re.M)
     clauses = (re.split(r"[.;] | \(", " ".join(each.split()))[0].rstrip(".") for each in given)
-    return "\n".join([kept.rstrip("\n"), *["Args:"] * bool(given), *(f"    {c}." for c in clauses)])
+    return "\n".join([kept.rstrip("\n"), *["\nArgs:"] * bool(given), *(f"    {c}." for c in clauses)])
 
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {

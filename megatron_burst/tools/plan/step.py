@@ -66,7 +66,7 @@ def bounds(load: Workload, found: Prediction) -> dict[str, float]:
 
 
 def computing_seconds(load: Workload, attention: float, host: float = 0.0) -> float:
-    """Return the seconds of all micro-batches, given the GPU's and host's of a layer's attention."""
+    """Return the seconds of all micro-batches, given the GPU's and host's of attention."""
     stage = _of_stage(load, attention, host)
     # One forward and one backward at a time: the others wait while the first fills the stages.
     filling = (load.pipeline - 1) / load.virtual
