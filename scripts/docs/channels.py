@@ -1,4 +1,4 @@
-"""What NCCL makes of plans: the second table of docs/budgets.md, which budgets.py writes."""
+"""What NCCL makes of plans: the table of docs/design/nccl.md, which budgets.py writes."""
 
 import sys
 from collections.abc import Iterator

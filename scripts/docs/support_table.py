@@ -1,5 +1,6 @@
 """What runs with what, asked of the code that refuses the rest."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,7 +130,7 @@ def _accepted(algorithm: Algorithm, settings: Mapping[str, Any]) -> str:
     try:
         BurstConfig(algorithm=algorithm, **settings)
     except ValueError as error:
-        return "no effect: refused" if "has no effect under" in str(error) else str(error)
+        return "no effect" if "has no effect under" in str(error) else str(error)
     return YES
 
 
@@ -174,6 +175,5 @@ def limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:
 
 
 def _reason(name: str, text: str) -> str:
-    for usual in (f"drop {flag_of(name)}", f"leave {name} off"):
-        text = text.replace(usual, "drop it")
+    text = re.sub(rf"(drop {flag_of(name)}|leave {name} off)(?=,|$)", "drop it", text)
     return text.removesuffix(": drop it")

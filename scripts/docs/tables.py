@@ -50,8 +50,10 @@ def flags() -> str:
 
 
 def _short(flag: Flag) -> str:
-    """Its first sentence; --help has all."""
-    return flag.help.partition(". ")[0].rstrip(".") + "."
+    """The beginning of its first sentence, of some words at least; --help has all."""
+    said = re.split(r"; |[.] | [(]default", flag.help)[0].rstrip(".")
+    before, _, _ = said.partition(": ")
+    return (before if len(before.split()) > 6 else said) + "."
 
 
 def _values(flag: Flag) -> list[str]:

@@ -100,8 +100,7 @@ def median_error(found: list[Row]) -> float:
 def _summary(found: list[Row]) -> str:
     held = [each for each in found if not each.fitted]
     beyond = [each.id for each in held if abs(each.error) > BEYOND]
-    named = f"; {', '.join(beyond)}" if beyond else ""
-    return f"{median_error(found):.1%} of {len(held)}{named}"
+    return f"{median_error(found):.1%} of {len(held)}" + f", {len(beyond)} beyond" * bool(beyond)
 
 
 def order(found: list[Row], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
