@@ -106,7 +106,9 @@ def _text(documented: Any) -> str:
     kept = re.sub(r"(\n\n {4}(?:.*\n)+?)\n\S[\s\S]*", r"\1", kept)
     given = re.findall(r"^    (\w+: .*(?:\n {8}.*)*)", rest.partition("\n\n")[0], re.M)
     clauses = (re.split(r"[.;] | \(", " ".join(each.split()))[0].rstrip(".") for each in given)
-    return "\n".join([kept.rstrip("\n"), *["\nArgs:"] * bool(given), *(f"    {c}." for c in clauses)])
+    return "\n".join(
+        [kept.rstrip("\n"), *["\nArgs:"] * bool(given), *(f"    {c}." for c in clauses)]
+    )
 
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
