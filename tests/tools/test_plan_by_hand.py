@@ -7,6 +7,7 @@ in its matrices that meet a token, of which a GPU has 1 / TP.
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -284,3 +285,11 @@ def test_the_optimizer_in_the_hosts_memory_is_that_by_hand(
     row = planned("llama3_8b 64k", capsys, "--optimizer-cpu-offload")
     host = row["bounds"]["host"] * row["seconds_a_step"]
     assert host == pytest.approx(4 * 8.03e9 / 8 / 50e9 + 0.158 * 8.03, rel=0.02)
+
+
+def test_the_readmes_bytes_to_other_nodes_are_those_by_hand() -> None:
+    """K and V of 16384 tokens, 8 heads of 128, are 64 MiB: of two forwards and, with gradients as
+    wide, a backward 4 times as much goes to all but the own of 32 ranks, or of 4 behind U = 8."""
+    ring, behind = 4 * 31 * 64, 4 * 3 * 64
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"by `plan` | {ring} | {ring} | - | {behind} | {behind} |" in page
