@@ -1,7 +1,7 @@
 # megatron_burst on the PyTorch image that Megatron-Core 0.19 is tested with; see docker/README.md.
 
-# NVIDIA's PyTorch image 26.06-py3, by its full name in NVIDIA's catalogue; it has no default. A tag may
-# be moved to another image, a digest not: pin one with NAME:TAG@sha256:… (docker/README.md).
+# NVIDIA's PyTorch image, REGISTRY/nvidia/pytorch:26.06-py3; it has no default. A tag may be moved to
+# another image, a digest not: pin one with …/pytorch@sha256:… (docker/README.md).
 ARG BASE_IMAGE
 
 # Replaced by docker build --build-context megatron-lm=DIR, a checkout of Megatron-LM.

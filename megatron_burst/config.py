@@ -97,9 +97,9 @@ class BurstConfig:
     nodes where it is faster within --burst-memory-mb; logged."""
 
     memory_mb: int | None = None
-    """How much memory, in MiB, attention may take on a rank for other ranks' blocks and their
-    results, where it is no ring that moves them, and for heads that are shared out by choice
-    (default: a sixteenth of the GPU's; without a GPU any)."""
+    """How much memory, in MiB, a mesh or a direct exchange may take on a rank for other ranks'
+    blocks and their results, and an all-to-all over heads that `auto` chooses (default: a
+    sixteenth of the GPU's; without a GPU any)."""
 
     ranks_per_node: int | None = None
     """How many ranks of the job share a node (default: by host name and torchrun's node)."""

@@ -71,15 +71,14 @@ def test_the_readme_is_read_in_three_minutes() -> None:
 
 
 def words(*files: Path) -> int:
-    """As `wc -w` counts, but for the bars of tables and other lone signs."""
-    texts = (word for file in files for word in file.read_text().split())
-    return sum(any(map(str.isalnum, word)) for word in texts)
+    """As `wc -w` counts: the bars of tables, too."""
+    return sum(len(file.read_text().split()) for file in files)
 
 
 def test_the_pages_for_users_stay_short() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert words(*pages) <= 18000
-    assert words(*(ROOT / "docs" / "design").glob("*.md")) <= 9400
+    assert words(*(ROOT / "docs" / "design").glob("*.md")) <= 10600
 
 
 def test_the_readmes_figures_are_those_of_the_pages() -> None:

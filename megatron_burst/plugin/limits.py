@@ -6,13 +6,18 @@ from typing import Any
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 
 
+def flag_of(argument: str) -> str:
+    """Return the flag of Megatron that sets an argument."""
+    return f"--{argument.replace('_', '-')}" + "-format" * (argument in ("fp8", "fp4"))
+
+
 def with_remedies(**reasons: str) -> dict[str, str]:
     """Return limits, arguments of Megatron and why they have to be off; to drop one is the remedy.
 
     Unless a reason has a remedy of its own behind a colon.
     """
     return {
-        name: reason if ": " in reason else f"{reason}: drop --{name.replace('_', '-')}"
+        name: reason if ": " in reason else f"{reason}: drop {flag_of(name)}"
         for name, reason in reasons.items()
     }
 
@@ -107,21 +112,21 @@ DEV_LIMITS = with_remedies(
 
 # Of sending the latents of multi-latent attention; K and V can always be sent.
 LATENT_LIMITS = with_remedies(
-    fp8="the up-projection of visitors runs in the model's dtype: drop --fp8-format",
-    fp4="the up-projection of visitors runs in the model's dtype: drop --fp4-format",
-    delay_wgrad_compute="its late gradients are written over what visitors add",
+    fp8="K and V are made of received latents in the model's dtype",
+    fp4="K and V are made of received latents in the model's dtype",
+    delay_wgrad_compute="its late gradients are written over what received latents add",
     use_megatron_fsdp="it was not shown to be right with weights that FSDP shards",
     use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
 )
 
 # Of the chunked LM head and loss.
 LM_HEAD_LIMITS = with_remedies(
-    logits_save_dir="it saves logits, which never exist",
-    logits_load_dir="it compares logits, which never exist",
+    logits_save_dir="it needs logits, which never exist",
+    logits_load_dir="it needs logits, which never exist",
     logit_dtype=(
         "logits of a chunk have a dtype of their own (logit_dtype): drop --output-logit-dtype"
     ),
-    config_logger_dir="it writes logits, which never exist",
+    config_logger_dir="it needs logits, which never exist",
     modelopt_enabled=(
         "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)"
     ),
@@ -132,7 +137,7 @@ LM_HEAD_LIMITS = with_remedies(
         "full_iteration"
     ),
     batch_invariant_mode="chunks are other shapes than Megatron's",
-    save_activations_interval="it saves logits, which never exist",
+    save_activations_interval="it needs logits, which never exist",
     save_dgrads_interval="the output layer hands on no tensor whose gradient could be saved",
     perform_rl_step=(
         "its losses are made of logits, outside the model: take --lm-head-loss megatron with "

@@ -106,7 +106,7 @@ def parts(found: Sequence[Row]) -> dict[str, str]:
     every = [ratios([row for row in found if row["draw"] == str(draw)]) for draw in DRAWS]
     above = ", ".join(str(sum(x > 1 for x in of)) for of in every)
     words = (
-        f"Of {len(DRAWS)} draws of {len(sent)} figures each {above} are above 1, at most "
+        f"In {len(DRAWS)} draws {above} of {len(sent)} such figures are above 1, at most "
         f"{max(map(max, every)):.2f}."
     )
     cells = table(COLUMNS, ([each[c] for c in COLUMNS] for each in shown))

@@ -2,8 +2,8 @@
 
 python scripts/docs/budgets.py [NUMBER ...]
 
-Writes the tables of docs/budgets.md and the .csv beside it; of a few of its rows, by number, these
-alone.
+Writes the tables of docs/budgets.md, with the .csv beside it, and of docs/design/nccl.md; of a few
+rows, by number, these alone.
 """
 
 import random
@@ -23,6 +23,7 @@ from megatron_burst import Mask  # noqa: E402
 from tests.fake_ring import Counted, Pass, count  # noqa: E402
 
 PAGE = ROOT / "docs" / "budgets.md"
+NCCL = ROOT / "docs" / "design" / "nccl.md"
 TOKENS = 1024  # of a rank
 HEADS = {"4:4": 4, "8:1": 1}  # kv heads
 PARTS = {
@@ -114,7 +115,7 @@ def parts(rows: Sequence[Row]) -> dict[str, str]:
     more = [e for e in causal if e["nodes"] == "4" and e["ring"].startswith("kv") and e not in most]
     lines = [[_place(e), *(e[name] for name in ("heads", "ring", *shown))] for e in most + more]
     head = ["ranks", "heads", "ring", *(name.replace("_", " ") for name in shown)]
-    return {"table": table(head, lines), "channels": channels()}
+    return {"table": table(head, lines)}
 
 
 def _place(each: Row) -> str:
@@ -131,6 +132,7 @@ def main() -> None:
         rows[number] = row(every[number], counted(every[number]))
     write_csv(PAGE, rows)
     fill(PAGE, parts(rows))
+    fill(NCCL, {"channels": channels()})
 
 
 if __name__ == "__main__":

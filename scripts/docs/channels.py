@@ -1,4 +1,4 @@
-"""What NCCL makes of plans: the second table of docs/budgets.md, which budgets.py writes."""
+"""What NCCL makes of plans: the table of docs/design/nccl.md, which budgets.py writes."""
 
 import sys
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from megatron_burst.plans.schedules.direct import Direct  # noqa: E402
 from megatron_burst.plans.schedules.plan import Channel, Kind  # noqa: E402
 from megatron_burst.plans.schedules.tiles import Tiling  # noqa: E402
 from megatron_burst.tools.plan import timing  # noqa: E402
-from megatron_burst.tools.plan.communicators import Options, Use, uses  # noqa: E402
+from megatron_burst.tools.plan.communicators import Use, uses  # noqa: E402
 from megatron_burst.tools.plan.configs import Configs  # noqa: E402
 from megatron_burst.tools.plan.workload import Workload  # noqa: E402
 
 TOKENS = 8192  # of a rank
 HEADS = (256, 64, 16)  # as wide as 32 and 8 of 128, and Ulysses can share them out
-PLACES = (("h100", 8), ("h100", 64), ("h100", 256), ("gb200", 64))
+PLACES = (("h100", 8), ("h100", 64), ("gb200", 64))
 WAYS = {
     "flat": BurstConfig(topology="flat", head_chunks=1),
     "double": BurstConfig(topology="double", head_chunks=1),
@@ -30,12 +30,11 @@ WAYS = {
     "ulysses": BurstConfig(algorithm="ulysses"),
     "direct": BurstConfig(topology="double", head_chunks=1),
 }
-GROUPS = {"all ranks": Options(own=False, max_ctas=64), "ours": Options()}
 
 
 def channels() -> str:
     """Return the table."""
-    return table(["GPUs", "way", "messages", "of MiB", *GROUPS], _lines())
+    return table(["GPUs", "way", "messages", "of MiB", "channels, SMs, MiB"], _lines())
 
 
 def _lines() -> Iterator[list[str]]:
@@ -44,21 +43,20 @@ def _lines() -> Iterator[list[str]]:
         if name == "double" and ranks == cluster.gpus_per_node:
             continue  # of one node it is flat
         load = attention_alone(cluster, ranks, TOKENS, config, HEADS)
-        found = [_uses(load, options, is_direct=name == "direct") for options in GROUPS.values()]
-        some = found[0].values()
-        cells = [f"{ranks} {cluster.name.upper()}", name, str(sum(use.sent for use in some))]
-        cells.append(f"{max(use.largest for use in some) / 2**20:.3g}")
-        yield cells + [*map(_cell, found)]
+        found = _uses(load, is_direct=name == "direct")
+        sent = str(sum(use.sent for use in found.values()))
+        largest = f"{max(use.largest for use in found.values()) / 2**20:.3g}"
+        yield [f"{ranks} {cluster.name.upper()}", name, sent, largest, _cell(found)]
 
 
-def _uses(load: Workload, options: Options, *, is_direct: bool) -> dict[Channel, Use]:
+def _uses(load: Workload, *, is_direct: bool) -> dict[Channel, Use]:
     if is_direct:
         load = replace(load, window=3 * TOKENS)
         schedule = Direct(Tiling(load.ring.layout, load.ring.mask), load.ring.grid, Kind.KV)
-        return dict(uses(load.ring, (schedule, schedule), load.ring.shape, options))
+        return dict(uses(load.ring, (schedule, schedule), load.ring.shape))
     choice, shape = timing.chosen(load.ring)
     schedules = choice.forward[0].schedule, choice.backward[0].schedule
-    return dict(uses(load.ring, schedules, shape, options))
+    return dict(uses(load.ring, schedules, shape))
 
 
 def _cell(of: dict[Channel, Use]) -> str:

@@ -22,7 +22,7 @@ def write_page(configs: Configs, page: Path) -> None:
     """Replace what stands between the markers of `page`; beside it lie its .csv and its .svg."""
     rows, table = rows_of(configs), page.with_suffix(".csv").name
     lines = [f"* {line}" for line in validation.messages(configs, rows)]
-    lines.append(f"* every row, measured and predicted: [{table}]({table})")
+    lines.append(f"* every row: [{table}]({table})")
     fill(page, {"predictions": "\n".join(lines)})
     write_csv(page, [*map(csv_row, [*rows, *validation.two_nodes(configs)])])
     draw(rows, page.with_suffix(".svg"))

@@ -22,6 +22,7 @@ from pages import parser, read_csv
 MIB = 2**20
 # Text stays text, and equal figures make equal files.
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron_burst"}
+LIMITED = {"chunked, 512 MiB": "in chunks, --lm-head-memory-mb 512"}  # of a loss
 SHOWN = {  # of two nodes, beside the flat ring
     "burst auto": "#1667ad",
     "ring double": "#26803a",
@@ -46,7 +47,7 @@ def loss(rows: Rows, axes: Axes) -> None:
     rows = [row for row in rows if row["vocabulary"] == vocabulary]
     for way in unique(rows, "way"):
         line = [(int(row["tokens"]), int(row["bytes"]) / MIB) for row in rows if row["way"] == way]
-        axes.plot(*zip(*line, strict=True), "o-", label=way)
+        axes.plot(*zip(*line, strict=True), "o-", label=LIMITED.get(way, way))
     tokens = [int(n) for n in unique(rows, "tokens")]
     axes.set_yscale("log", base=2)
     powers_of_two([int(row["bytes"]) / MIB for row in rows], axes.yaxis, step=2)

@@ -1,8 +1,8 @@
 """What runs with what, asked of the code that refuses the rest."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from megatron_burst.plugin.limits import (
     LIMITS,
     LM_HEAD_LIMITS,
     MLP_LIMITS,
+    flag_of,
 )
-from megatron_burst.plugin.refusals import pattern_refusals, refusals
 
 YES = "yes"
 RANKS, TOKENS = 4, 64
@@ -61,16 +61,6 @@ REQUESTS: Mapping[str, Request] = {
     "documents": replace(USUAL, has_documents=True),
     "soft cap": replace(USUAL, soft_cap=30.0),
 }
-LAYERS: Mapping[str, str] = {
-    "*": "attention, ours",
-    "+": "multi-latent attention, ours",
-    "-": "MLP",
-    "E": "experts",
-    "M": "Mamba-2",
-    "G": "gated delta net",
-    "D": "DeepSeek sparse attention",
-}
-
 type Table = tuple[list[str], Iterable[list[str]]]  # its head and its rows
 
 
@@ -80,12 +70,11 @@ def tables() -> dict[str, Table]:
     return {
         "masks": (["layout", "masks", *Algorithm], _grouped(_mask_rows())),
         "settings": (["setting", *Algorithm], _grouped(_setting_rows())),
-        "kernels": _columns_grouped(["request", *KERNELS], _grouped(_kernel_rows())),
-        "layers": (["symbol", "layer", "not with"], _layer_rows()),
-        "attention": (limits, _limit_rows({**LIMITS, **DEV_LIMITS})),
-        "latents": (limits, _limit_rows(LATENT_LIMITS)),
-        "loss": (limits, _limit_rows(LM_HEAD_LIMITS)),
-        "mlp": (limits, _limit_rows(MLP_LIMITS)),
+        "kernels": _kernels(),
+        "attention": (limits, limit_rows({**LIMITS, **DEV_LIMITS})),
+        "latents": (limits, limit_rows(LATENT_LIMITS)),
+        "loss": (limits, limit_rows(LM_HEAD_LIMITS)),
+        "mlp": (limits, limit_rows(MLP_LIMITS)),
     }
 
 
@@ -141,8 +130,18 @@ def _accepted(algorithm: Algorithm, settings: Mapping[str, Any]) -> str:
     try:
         BurstConfig(algorithm=algorithm, **settings)
     except ValueError as error:
-        return "no effect: refused" if "has no effect under" in str(error) else str(error)
+        return "no effect" if "has no effect under" in str(error) else str(error)
     return YES
+
+
+def _kernels() -> Table:
+    """Who serves a request, and in a last column why others do not."""
+    rows = []
+    for name, *cells in _grouped(_kernel_rows()):
+        reasons = dict.fromkeys(cell for cell in cells if not cell.startswith(YES))
+        short = [cell if cell.startswith(YES) else "no" for cell in cells]
+        rows.append([name, *short, "; ".join(reasons)])
+    return _columns_grouped(["request", *KERNELS, "why"], rows)
 
 
 def _kernel_rows() -> Iterator[list[str]]:
@@ -162,7 +161,7 @@ def _served(kernel: Kernel, request: Request) -> str:
     added = _added(kernel.reasons_against(request), usual)
     of_one_size = replace(request, value_head_dim=request.head_dim)
     if added != YES and _added(kernel.reasons_against(of_one_size), usual) == YES:
-        return f"{YES}, V padded with zeros"
+        return f"{YES}, padded"
     return added
 
 
@@ -170,19 +169,11 @@ def _added(reasons: Sequence[str], usual: Sequence[str]) -> str:
     return "; ".join(reason for reason in reasons if reason not in usual) or YES
 
 
-def _layer_rows() -> Iterator[list[str]]:
-    for symbol, name in LAYERS.items():
-        documents = SimpleNamespace(
-            dataloader_inter_document_masking=True,
-            hybrid_layer_pattern=symbol,
-            context_parallel_size=2,
-            sequence_parallel=False,
-            moe_router_load_balancing_type="none",
-            num_experts=None,
-        )
-        every = [*pattern_refusals(symbol, None), *refusals(documents)]
-        yield [f"`{symbol}`", name, "; ".join(dict.fromkeys(every))]
+def limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:
+    """A row for those with one reason; without the remedy to drop it, which is the usual one."""
+    return _grouped([f"`{name}`", _reason(name, text)] for name, text in limits.items())
 
 
-def _limit_rows(limits: Mapping[str, str]) -> Iterator[list[str]]:
-    return ([f"`{name}`", reason] for name, reason in limits.items())
+def _reason(name: str, text: str) -> str:
+    text = re.sub(rf"(drop {flag_of(name)}|leave {name} off)(?=,|$)", "drop it", text)
+    return text.removesuffix(": drop it")

@@ -5,6 +5,7 @@ python scripts/docs/tables.py
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ PUBLIC: dict[Any, tuple[str, ...]] = {  # of a class, these of its methods
     linear_cross_entropy: (),
     burst_layer_spec: (),
 }
-PACKAGES = re.compile(r"(?:torch|megatron_burst|collections)[.](?:\w+[.])*")
 
 
 def flags() -> str:
@@ -50,8 +50,10 @@ def flags() -> str:
 
 
 def _short(flag: Flag) -> str:
-    """Its first sentence; --help has all."""
-    return flag.help.partition(". ")[0].rstrip(".") + "."
+    """The beginning of its first sentence, of some words at least; --help has all."""
+    said = re.split(r"; |[.] | [(]default", flag.help)[0].rstrip(".")
+    before, _, _ = said.partition(": ")
+    return (before if len(before.split()) > 6 else said) + "."
 
 
 def _values(flag: Flag) -> list[str]:
@@ -79,34 +81,34 @@ def api() -> str:
 def _of_name(name: Any, methods: tuple[str, ...]) -> Iterator[str]:
     home = "megatron_burst" if hasattr(megatron_burst, name.__name__) else name.__module__
     yield f"## `{home}.{name.__name__}`\n"
-    if not inspect.isclass(name):
-        yield _signature(name)
-    yield _text(name)
+    signature = "" if inspect.isclass(name) else f"{_signature(name)}\n\n"
+    yield f"```text\n{signature}{_text(name)}\n```\n"
     for method in methods:
         found = inspect.getattr_static(name, method)
-        yield f"### `{name.__name__}.{method}`\n"
-        if not isinstance(found, property):
-            yield _signature(getattr(name, method))
-        yield _text(found, brief=True)
+        shown = method if isinstance(found, property) else _signature(getattr(name, method))
+        first = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
+        yield f"* `{name.__name__}.{shown}`: {first}"
+    if methods:
+        yield ""
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    """One parameter a line."""
+    """Its arguments and their defaults."""
     whole = inspect.signature(function)
-    lines = [f"    {parameter}," for parameter in whole.parameters.values()]
-    result = inspect.formatannotation(whole.return_annotation)
-    shown = "\n".join([f"{function.__name__}(", *lines, f") -> {result}"])
-    return f"```python\n{PACKAGES.sub('', shown)}\n```\n"
+    given = [p.replace(annotation=p.empty) for n, p in whole.parameters.items() if n != "self"]
+    shown = f"{function.__name__}{whole.replace(parameters=given, return_annotation=whole.empty)}"
+    return textwrap.fill(shown, 110, subsequent_indent=" " * 4)
 
 
-def _text(documented: Any, *, brief: bool = False) -> str:
-    """A docstring, of each argument the first sentence; in brief its first paragraph alone."""
-    kept, _, rest = (inspect.getdoc(documented) or "").partition("\n\n" if brief else "\nArgs:\n")
+def _text(documented: Any) -> str:
+    """A docstring up to the end of the code that it equals, of each argument the first clause."""
+    kept, _, rest = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
+    kept = re.sub(r"(\n\n {4}(?:.*\n)+?)\n\S[\s\S]*", r"\1", kept)
     given = re.findall(r"^    (\w+: .*(?:\n {8}.*)*)", rest.partition("\n\n")[0], re.M)
-    if given and not brief:
-        sentences = (re.split(r"[.;] ", re.sub(r"\s+", " ", each))[0].rstrip(".") for each in given)
-        kept += "\nArgs:\n" + "\n".join(f"    {sentence}." for sentence in sentences)
-    return f"```text\n{kept}\n```\n"
+    clauses = (re.split(r"[.;] | \(", " ".join(each.split()))[0].rstrip(".") for each in given)
+    return "\n".join(
+        [kept.rstrip("\n"), *["\nArgs:"] * bool(given), *(f"    {c}." for c in clauses)]
+    )
 
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {

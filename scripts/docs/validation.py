@@ -1,6 +1,6 @@
 """Predictions beside what was measured elsewhere and here, and the fit of the constants."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import combinations, groupby, product
@@ -100,10 +100,7 @@ def median_error(found: list[Row]) -> float:
 def _summary(found: list[Row]) -> str:
     held = [each for each in found if not each.fitted]
     beyond = [each.id for each in held if abs(each.error) > BEYOND]
-    return (
-        f"median error of {len(held)} held-out rows {median_error(found):.1%}; beyond 15 %: "
-        f"{', '.join(beyond) or 'none'}"
-    )
+    return f"{median_error(found):.1%} of {len(held)}" + f", {len(beyond)} beyond" * bool(beyond)
 
 
 def order(found: list[Row], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
@@ -167,17 +164,18 @@ def _two_nodes(
 def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
     """Say how far the predictions hold, a line for each question."""
     held = [each for each in rows if not each.fitted]
-    yield f"all tables: median error of {len(held)} held-out rows {median_error(rows):.1%}"
+    yield f"the median error of all: {median_error(rows):.1%} of {len(held)} rows"
     for (is_memory, table), found in groupby(rows, lambda row: (row.unit == "GiB", row.table)):
         yield f"{table}, {'memory' if is_memory else 'speed'}: {_summary([*found])}"
     speed = [each for each in rows if each.unit != "GiB"]
     for across, of in ((False, "one code base"), (True, "two code bases")):
         count, wrong = order(speed, across_codes=across)
-        said = "; ".join(" and ".join(pair) for pair in wrong) or "none"
-        yield f"order of {count} pairs of {of} more than 10 % apart, wrong: {said}"
+        places = Counter("/".join(first.split("/")[:2]) for first, _ in wrong)
+        said = ", ".join(f"{times} of {place}" for place, times in places.items()) or "none"
+        yield f"of {count} pairs of {of} more than 10 % apart in the wrong order: {said}"
     points = [100 * abs(each.predicted - each.value) for each in two_nodes(configs)]
     near = sum(each <= 10 for each in points)
     yield (
-        f"two to eight nodes on this machine: {near} of {len(points)} exposed shares within 10 "
-        f"points, the worst {max(points):.1f} off"
+        f"two to eight emulated nodes: {near} of {len(points)} exposed shares within 10 points, "
+        f"the worst {max(points):.1f} off"
     )

@@ -291,11 +291,6 @@ def test_one_command_makes_every_picture_and_table_that_the_docs_show() -> None:
         assert not missing, f"{text.name} shows {missing}: add it to scripts/bench/all.py"
 
 
-def test_the_docs_name_every_step() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert f"(`{' '.join(all_steps.STEPS)}`)" in text
-
-
 def test_a_step_that_fails_does_not_stop_the_rest(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -372,10 +372,9 @@ def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> No
     assert line.index("--interactive") < line.index("image:1") < line.index(" node ")
 
 
-def test_the_pod_of_the_page_starts_a_node_of_its_number() -> None:
-    words = shlex.split(
-        re.findall(r'tools.launch (node .*)"', (ROOT / "docs/cluster.md").read_text())[0]
-    )
+def test_a_pod_of_kubernetes_starts_a_node_of_its_number() -> None:
+    text = (ROOT / "scripts" / "kubernetes.yaml").read_text()
+    words = shlex.split(re.findall(r'tools.launch (node .*)"', text)[0])
     args = launch.parse([word.replace("$JOB_COMPLETION_INDEX", "3") for word in words])
     assert (args.nodes, args.node_rank, args.master, args.port) == (4, 3, "burst-0.burst", 29500)
     assert args.flags == ["--save", "/data/c", "--load", "/data/c"]

@@ -1,13 +1,15 @@
 """The page of what runs with what: all that it has to say. (fast tier)"""
 
 import sys
+from collections.abc import Mapping
 from itertools import chain, product, starmap
 from pathlib import Path
 
 import pytest
 
 from megatron_burst.kernels import KERNELS
-from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS
+from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, flag_of
+from megatron_burst.plugin.refusals import pattern_refusals
 from tests.plans.simulator import simulate
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
@@ -38,21 +40,28 @@ def test_the_plans_of_every_cell_are_right() -> None:
 def test_what_a_kernel_lacks_is_said_and_not_what_this_machine_lacks(page: str) -> None:
     lines = [line.strip("| ").split(" | ") for line in page.splitlines()]
     (head,) = [line for line in lines if line[0] == "request"]
-    assert ", ".join(head[1:]).split(", ") == [*KERNELS]
+    assert ", ".join(head[1:]).split(", ") == [*KERNELS, "why"]
     (soft_cap,) = [line for line in lines if line[0] == "soft cap"]
     cells = dict(zip(head, soft_cap, strict=True))
-    assert cells["reference"] == cells["flash2"] == "yes" and "soft cap" in cells["cpu"]
+    assert cells["reference"] == cells["flash2"] == "yes" and cells["cudnn"] == "no"
+    assert cells["why"] == "it has no soft cap"
     assert "not installed" not in page and "tensors are on" not in page
 
 
-def test_every_layer_of_a_hybrid_model_has_a_row(page: str) -> None:
+def test_every_layer_of_a_hybrid_model_has_a_row() -> None:
     pattern = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_allocation")
-    rows = {symbol.strip("`"): not_with for symbol, _, not_with in support_table._layer_rows()}
-    assert rows.keys() == pattern.Symbols.VALID_LAYERS
-    assert all(f"| `{symbol}` | " in page for symbol in rows)
-    assert [symbol for symbol, not_with in rows.items() if not_with] == ["D"]
+    rows = [line for line in (tables.DOCS / "hybrid.md").read_text().splitlines() if "| `" in line]
+    named = {name.strip("` ") for row in rows for name in row.split("|")[1].split(",")}
+    assert named >= pattern.Symbols.VALID_LAYERS
+    refused = [name for name in pattern.Symbols.VALID_LAYERS if [*pattern_refusals(name, None)]]
+    assert refused == ["D"] and any("`D`" in row and "refused" in row for row in rows)
 
 
-def test_every_limit_has_a_row(page: str) -> None:
-    for name, reason in (*LIMITS.items(), *LM_HEAD_LIMITS.items()):
-        assert f"| `{name}` | {reason} |" in page
+@pytest.mark.parametrize("limits", [LIMITS, LM_HEAD_LIMITS])
+def test_every_limit_has_a_row_with_its_reason(page: str, limits: Mapping[str, str]) -> None:
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines()]
+    said = [(name, row[1]) for row in rows if len(row) == 2 for name in row[0].split(", ")]
+    for name, reason in limits.items():
+        why, _, remedy = reason.partition(": ")
+        (found,) = {text for each, text in said if each == f"`{name}`" and text.startswith(why)}
+        assert found != why or remedy in (f"drop {flag_of(name)}", f"leave {name} off")

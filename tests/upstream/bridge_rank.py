@@ -26,7 +26,6 @@ def main() -> None:
     import torch
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -51,8 +50,9 @@ def main() -> None:
         exec(recipe.partition("```")[0], names)
         names["use_burst"](provider)
     provider.finalize()
-    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    model = provider.provide(pre_process=True, post_process=True)
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    made = []
+    model.output_layer.register_forward_hook(lambda _, __, out: made.append(type(out[0]).__name__))
     tokens = torch.arange(TOKENS)[None] * 7 % VOCABULARY
     batch = {"tokens": tokens, "labels": tokens * 5 % VOCABULARY}
     batch |= {"position_ids": torch.arange(TOKENS)[None]}
@@ -65,7 +65,7 @@ def main() -> None:
     norm = torch.stack([g.norm() for g in gradients]).norm()
     name = type(model.decoder.layers[0].self_attention.core_attention).__name__
     if torch.distributed.get_rank() == 0:
-        print(f"found {name} {loss.item() / TOKENS:.6f} {norm.item():.6f}", flush=True)
+        print(f"found {name} {made[0]} {loss.item() / TOKENS:.6f} {norm.item():.6f}", flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

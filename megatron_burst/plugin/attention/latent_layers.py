@@ -97,7 +97,7 @@ class LastLatents:
         self._linear, self._config = attention.linear_kv_up_proj, attention.config
         self._tensor_parallel = attention.pg_collection.tp
         self._given: Any = None
-        self._pending: Tensor | None = None  # what visitors add to the weight's gradient
+        self._pending: Tensor | None = None  # what received latents add to the weight's gradient
         self._hooked: Tensor | None = None  # the weight that says when
         self._linear.register_forward_pre_hook(self._remember)
 

@@ -38,8 +38,8 @@ class Prediction(NamedTuple):
 def predict(load: Workload) -> Prediction:
     """Predict a step; see the fields of the result."""
     attention = together(*attention_passes(load))
-    computed = computing_seconds(load, attention.seconds)
-    copies = host_copies(load, _of_stage(load, attention.seconds), computed)
+    computed = computing_seconds(load, attention.device, attention.host)
+    copies = host_copies(load, _of_stage(load, attention.device, attention.host), computed)
     weights = weights_seconds(load, computed)
     seconds = computed + weights + copies.exposed
     rate = load.sequences * load.tokens / load.gpus / seconds
@@ -54,26 +54,34 @@ def bounds(load: Workload, found: Prediction) -> dict[str, float]:
     computing = computing_seconds(free, found.attention.kernels + found.attention.sums)
     idle = (load.pipeline - 1) / load.virtual / load.micro_batches
     bubble = (computing - load.micro_batches * head_seconds(load)) * idle / (1 + idle)
+    attention = found.attention
+    launched = computing_seconds(load, attention.device, attention.host)
+    host = found.copies.exposed + launched - computing_seconds(load, attention.device)
     seconds = {"computing": computing - bubble, "pipeline bubble": bubble}
-    seconds |= {"host": found.copies.exposed, "optimizer": updates}
+    seconds |= {"host": host, "optimizer": updates}
     messages = found.seconds - sum(seconds.values())
     return {
         name: value / found.seconds for name, value in (seconds | {"messages": messages}).items()
     }
 
 
-def computing_seconds(load: Workload, attention: float) -> float:
-    """Return the seconds of all micro-batches, given those of one layer's attention."""
-    stage = _of_stage(load, attention)
+def computing_seconds(load: Workload, attention: float, host: float = 0.0) -> float:
+    """Return the seconds of all micro-batches, given the GPU's and host's of attention."""
+    stage = _of_stage(load, attention, host)
     # One forward and one backward at a time: the others wait while the first fills the stages.
     filling = (load.pipeline - 1) / load.virtual
     of_stages = (load.micro_batches + filling) * (stage + _handed_on(load))
     return of_stages + load.micro_batches * head_seconds(load)
 
 
-def _of_stage(load: Workload, attention: float) -> float:
-    """A micro-batch's seconds in the layers of a pipeline stage."""
-    return (load.model.layers * attention + layers_seconds(load)) / load.pipeline
+def _of_stage(load: Workload, attention: float, host: float) -> float:
+    """A micro-batch's seconds in the layers of a pipeline stage.
+
+    The host runs ahead from layer to layer: what it launches of attention is waited for where that
+    takes longer than all that the GPU has to do. Its other calls are not counted.
+    """
+    of_gpu = load.model.layers * attention + layers_seconds(load)
+    return max(of_gpu, load.model.layers * host) / load.pipeline
 
 
 def host_copies(load: Workload, stage: float, computed: float) -> Copies:

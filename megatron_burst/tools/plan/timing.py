@@ -38,13 +38,13 @@ class Pass(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds in which who has most to do waits for messages or the host, or is slowed."""
-        return max(0.0, self.seconds - self.kernels - self.sums)
+        """Seconds in which who has most to do waits for messages, or is slowed."""
+        return max(0.0, self.device - self.kernels - self.sums)
 
     @property
     def exposed_share(self) -> float:
-        """Of the time."""
-        return self.exposed / self.seconds
+        """Of the time of the devices."""
+        return self.exposed / self.device
 
 
 def together(*passes: Pass) -> Pass:
