@@ -72,8 +72,6 @@ def test_a_rank_does_no_more_than_the_page_says(number: int) -> None:
 def test_the_page_is_made_of_the_table() -> None:
     page = budgets.PAGE.read_text()
     assert pages.filled(page, budgets.parts(ROWS)) == page
-    peaks = {row["ring"]: row["backward_peak"] for row in ROWS if row["nodes"] == "4"}
-    assert all(f"it is {peaks[ring]}" in page for ring in ("kv / 2", "kv / 4")), "the words, too"
 
 
 def test_the_table_keeps_what_the_docstring_promises() -> None:
