@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     joins = not dist.is_initialized() and "RANK" in os.environ
     device = start(args.backend, args.device)
+    args.dtype = args.dtype or ["float32", "bfloat16"][device.type == "cuda" :]
     _refuse_too_much(args, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows, problems = _check_all(_cases(args), device)

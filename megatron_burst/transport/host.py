@@ -139,8 +139,8 @@ class PinnedBuffers:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Tensor:
-        """Return at least so many bytes: uint8 [rounded up]."""
-        size = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
+        """Return at least so many bytes: uint8 [rounded up], some where none is asked for."""
+        size = max(1, math.ceil(nbytes / _ALIGNMENT)) * _ALIGNMENT
         if not self._free[size]:
             slab = torch.empty(size * slab_count(size), dtype=torch.uint8, pin_memory=True)
             self._free[size] += slab.split(size)

@@ -4,9 +4,12 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import preparing
@@ -23,6 +26,7 @@ from megatron_burst.kernels import (
     select_kernel,
 )
 from megatron_burst.kernels.package import Package, _import_error, installed_version
+from megatron_burst.plans.visibility.band import Band
 from tests.kernels import test_kernels as contract
 from tests.kernels.flash_packages import StandIn, _cap
 
@@ -201,6 +205,46 @@ def test_an_old_cudnn_is_passed_over_with_its_version(machine, monkeypatch, vers
     assert kernel.name == "aten_flash"
     found = {91500: "9.15.0", 91002: "9.10.2", None: "0.0.0"}[version]
     assert f"not cudnn: cuDNN {found} is older than 9.15.1" in passed_over(kernel, gpu_request())
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "band", "passes_by_cudnn"),
+    [
+        (704, 640, Band.FULL, ["forward", "backward"]),
+        (640, 704, Band.FULL, ["forward"]),  # the keys end with half a block of 128
+        (64, 64, Band.FULL, ["forward"]),
+        (704, 704, Band.CAUSAL, ["forward", "backward"]),
+        (1, 128, Band.FULL, []),
+        (1, 1, Band.CAUSAL, []),
+    ],
+)
+@pytest.mark.parametrize("value_dim", [64, 128])
+def test_what_cudnn_gets_wrong_is_computed_by_flash_attention_2(
+    queries: int, keys: int, band: Band, passes_by_cudnn: list[str], value_dim: int
+) -> None:
+    """The numbers of these tiles are compared where there is a GPU: `kernels.CORNERS`."""
+    names: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, _: Any, args: Any = (), more: Any = None
+        ) -> Any:
+            if "attention" in str(function):
+                names.append("cudnn" if "cudnn" in str(function) else "aten_flash")
+            return function(*args, **(more or {}))
+
+    with FakeTensorMode(), Names():
+        sizes = ((queries, 8, 128), (keys, 2, 128), (keys, 2, value_dim))
+        q, k, v = (torch.empty(1, *size, dtype=torch.bfloat16, device="cuda") for size in sizes)
+        tile, kernel = KernelInput(q, k, v, band, 1.0), KERNELS["cudnn"]
+        out, lse = kernel.forward(tile)
+        gradients = kernel.backward(tile, out, out, lse)
+    assert lse.shape == (1, 8, queries) and out.shape == (1, queries, 8, value_dim)
+    assert [x.shape for x in gradients] == [x.shape for x in tile.qkv]
+    taken = [
+        "cudnn" if each in passes_by_cudnn else "aten_flash" for each in ("forward", "backward")
+    ]
+    assert names == taken
 
 
 def test_where_documents_cut_the_tiles_cudnn_is_passed_over(machine) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_burst.attention.launches import Rows, RowTable
@@ -74,6 +75,7 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPa
     for name in ("_exchange_device", "_maybe_exchange_device"):
         monkeypatch.setattr(torch.cuda, name, exchange)
     monkeypatch.setattr(torch.library, "impl", noted)
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda _: None)  # there may be one GPU
 
     def only_of_this_test(total: Tensor, number: int) -> None:
         launched.append((current[-1], number))

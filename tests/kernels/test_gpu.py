@@ -84,7 +84,7 @@ def test_the_true_output_and_the_surrogate_serve_alike(workers: WorkerPool, kern
 def pinned(team: Team) -> list[bool]:
     communicator = team.context(BurstConfig()).communicator
     x = torch.randn(3, 4, device="cuda")
-    wire = communicator._wire(x)
+    wire = communicator.wire(x)
     return [wire.device.type == "cpu", wire.is_pinned(), wire.shape == x.shape]
 
 

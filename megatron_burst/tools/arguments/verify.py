@@ -29,10 +29,11 @@ def parser() -> options.Parser:
         ("--algorithm", list(Algorithm), ["burst"]),
         ("--backward", list(Backward), ["kv", "query"]),
         ("--mask", MASKS, ["causal", "window", "documents"]),
-        ("--dtype", _DTYPES, ["float32", "bfloat16"]),
     ):
         text = f"which are tried (default: {' '.join(tried)})"
         add(name, nargs="+", choices=[*map(str, values)], default=tried, help=text)
+    text = "which are tried (default: bfloat16, on a CPU float32, too)"
+    add("--dtype", nargs="+", choices=_DTYPES, help=text)
     layouts = (LayoutName.ZIGZAG, LayoutName.SEGMENTED_ZIGZAG)
     for name, choices, text in (
         ("--topology", list(Topology), "the shape of the rings"),
