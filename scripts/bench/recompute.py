@@ -27,7 +27,7 @@ FRACTIONS = (None, 0.0, 0.25, 0.5, 0.75, 1.0)  # None is without recompute, 1 wi
 OFFLOADED = (0.0, 0.5)  # of them, on a GPU also with what is kept on the host
 DEFAULTS: Mapping[str, Row] = {
     "cpu": {"dtype": "float32", "layers": 3, "tokens": 8192, "hidden": 128, "heads": 2},
-    "cuda": {"dtype": "bfloat16", "layers": 8, "tokens": 32768, "hidden": 4096, "heads": 32},
+    "cuda": {"dtype": "bfloat16", "layers": 4, "tokens": 32768, "hidden": 4096, "heads": 32},
 }
 type Way = tuple[float | None, bool]  # ρ, and whether what is kept goes to the host
 

@@ -18,7 +18,14 @@ from pages import fill, parser, table
 ROOT = Path(__file__).parents[2]
 PAGE, ROWS = ROOT / "docs" / "verify.md", ROOT / "scripts" / "bench" / "results" / "gpu_checks"
 SHOWN = ("date", "device", "versions", "commit", "passed", "failed", "ask")
-VERSIONS = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash_attn_3")
+VERSIONS = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "flash_attn_3",
+    "flash-attn-4",
+)
 type Row = Mapping[str, str]
 
 

@@ -27,7 +27,7 @@ A_RANK = f"a rank of {RANKS}"
 
 def check(device: Device) -> Iterator[Check]:
     """Time the tiles of a rank, and look whether the host waits."""
-    for tokens in (16384, 65536, 131072) if device.is_gpu else (64,):
+    for tokens in (16384, 65536) if device.is_gpu else (64,):
         sizes = Sizes(tokens, 32, 8, 128) if device.is_gpu else Sizes(tokens, 4, 2, 32)
         for name, speed, tflops in _rows(device, sizes):
             what, more = f"{tokens} tokens a rank, {name}", f", {tflops:.4g} TFLOP/s"
