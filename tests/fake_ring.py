@@ -21,34 +21,17 @@ from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import in_chunks
 from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.preparing import prepare
-from megatron_burst.kernels import KernelInput
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Channel, Item, Send
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.layout import Layout
+from megatron_burst.tools.one_rank import EmptyKernel
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import members_of_channels
 from megatron_burst.transport.lowered import Batch as Messages
 from megatron_burst.transport.lowered import Message
 from megatron_burst.transport.memory import joined
 from tests.counting import Counting
-
-
-class EmptyKernel:
-    """Returns what a kernel returns, without values."""
-
-    name = "empty"
-
-    def reasons_against(self, _: Any) -> list[str]:
-        return []
-
-    def forward(self, tile: KernelInput) -> Any:
-        q, _, v = tile.qkv
-        lse_BHS = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        return q.new_empty((*q.shape[:3], v.shape[3])), lse_BHS
-
-    def backward(self, tile: KernelInput, *_: Tensor) -> Any:
-        return tuple(x.new_empty(x.shape) for x in tile.qkv)
 
 
 class Posted(NamedTuple):

@@ -12,7 +12,8 @@ from megatron_burst.attention.forward import forward
 from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.config import BurstConfig
-from megatron_burst.kernels import Kernel, KernelInput
+from megatron_burst.kernels import Kernel, KernelInput, Request
+from megatron_burst.kernels.protocol import Gradients
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.topology import choose_grid
@@ -99,6 +100,39 @@ class OneRank:
         """Return (dq, dk, dv, None) of the last forward."""
         out, lse = self.result or self.forward()
         return backward(self._dout, self._q, self._keys, out, lse, self.call)
+
+
+class EmptyKernel:
+    """Returns what a kernel returns, without values, and has as much of its own meanwhile."""
+
+    name = "empty"
+
+    def reasons_against(self, _: Request) -> list[str]:
+        """Return nothing: it serves all."""
+        return []
+
+    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        q, _, v = tile.qkv
+        lse_BHS = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        return q.new_empty((*q.shape[:3], v.shape[3])), lse_BHS
+
+    def backward(self, tile: KernelInput, *_: Tensor) -> Gradients:
+        """Return (dq, dk, dv)."""
+        (batch, queries, heads, dim), kv_heads = tile.q.shape, tile.k.shape[2]
+        rows = batch * queries * inside_a_kernel(heads, kv_heads, dim)
+        own, q, k, v = tile.q.new_empty(rows, dtype=torch.uint8), *map(torch.empty_like, tile.qkv)
+        del own
+        return q, k, v
+
+
+def inside_a_kernel(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Return the bytes that a backward's kernel has of its own for a token of a tile.
+
+    dQ is summed in float32; where query heads share K and V, cuDNN and FlashAttention-2 make dK and
+    dV of each, FlashAttention-3 sums in float32, which is no more: measured on an H200.
+    """
+    return heads * head_dim * (4 + 4 * (kv_heads < heads))
 
 
 def silent_rank(nodes: Sequence[int], tensors: Tensors, **settings: Any) -> OneRank:

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
 from megatron_burst.config import LmHeadConfig, MlpConfig
-from megatron_burst.kernels import KernelInput, in_triton
+from megatron_burst.kernels import in_triton
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.plugin.attention.contexts import Contexts
 from megatron_burst.plugin.attention.shared_state import SharedState
@@ -35,7 +35,7 @@ from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.local_layers import block_spec
-from megatron_burst.tools.one_rank import Silence, context_of
+from megatron_burst.tools.one_rank import EmptyKernel, Silence, context_of
 
 SAVINGS = "chunked_loss", "offload", "mlp", "head_chunks"  # in the order of the ladder
 HOST = "cuda"  # of tensors in its memory
@@ -192,20 +192,6 @@ def _context(settings: Settings, config: BurstConfig) -> BurstContext:
     return context_of(rank, [0] * settings.ranks, config, Silence(settings.ranks))
 
 
-class _EmptyKernel:
-    """Returns what a kernel returns, without values."""
-
-    name = "empty"
-
-    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
-        q, _, v = tile.qkv
-        lse_BHS = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        return q.new_empty((*q.shape[:3], v.shape[3])), lse_BHS
-
-    def backward(self, tile: KernelInput, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in tile.qkv)
-
-
 class _AllIsDone:
     """A stream, its context and an event."""
 
@@ -263,7 +249,7 @@ def as_on_a_gpu(settings: Settings) -> Iterator[None]:
         patches.enter_context(torch._dynamo.config.patch(disable=True))
         patches.enter_context(without_a_gpu(HOST))
         _put(patches, Tensor, __bool__=lambda _: False)
-        _put(patches, preparing, select_kernel=lambda *_: _EmptyKernel())
+        _put(patches, preparing, select_kernel=lambda *_: EmptyKernel())
         _put(patches, preparing, log_choice=lambda *_: None)
         _put(patches, in_triton, why_plain=lambda *_: "")
         if settings.fused:

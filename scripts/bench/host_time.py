@@ -11,20 +11,17 @@ numbers in the same round, so that machines and their load compare.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import Flags, in_turns, origin, publish, seconds, table
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
-from megatron_burst.kernels import KernelInput
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.topology import choose_grid
-from megatron_burst.tools.one_rank import OneRank, Sizes
+from megatron_burst.tools.one_rank import EmptyKernel, OneRank, Sizes
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import members_of_channels
 
@@ -38,23 +35,6 @@ in turns, the least of {repetitions}. Nodes of 8 ranks, one head.
 
 {table}
 """
-
-
-class EmptyKernel:
-    """Returns what a kernel returns, without values."""
-
-    name = "empty"
-
-    def reasons_against(self, _: Any) -> list[str]:
-        return []
-
-    def forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
-        q, _, v = tile.qkv
-        lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]))
-        return q.new_zeros((*q.shape[:3], v.shape[3])), lse
-
-    def backward(self, tile: KernelInput, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.new_zeros(x.shape) for x in tile.qkv)
 
 
 @contextmanager

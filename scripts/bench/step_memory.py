@@ -3,8 +3,8 @@
 
     python scripts/bench/step_memory.py --layers 3 --save offload mlp head_chunks
 
-Of a model on fake tensors; see fake_step.py. Weights, main gradients and optimizer are not counted,
-and neither is what a kernel uses inside.
+Of a model on fake tensors; see fake_step.py. Weights, main gradients and optimizer are not counted;
+what an attention kernel has of its own is, as an H200 showed it.
 """
 
 import argparse

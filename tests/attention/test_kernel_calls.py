@@ -20,7 +20,8 @@ from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.plans.visibility.layout import Layout, segmented_zigzag, zigzag
-from tests.fake_ring import EmptyKernel, count
+from megatron_burst.tools.one_rank import EmptyKernel
+from tests.fake_ring import count
 from tests.plans.simulator import tiles_of
 from tests.tier import slow_if
 

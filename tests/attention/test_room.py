@@ -6,7 +6,8 @@ import pytest
 
 from megatron_burst import Mask
 from megatron_burst.kernels import KernelInput
-from tests.fake_ring import EmptyKernel, count
+from megatron_burst.tools.one_rank import EmptyKernel
+from tests.fake_ring import count
 
 
 class Noting(EmptyKernel):

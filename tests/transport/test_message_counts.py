@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, Mask
 from megatron_burst.plans.schedules.plan import Channel, Kind, Send
-from megatron_burst.tools.gpu_check.memory import _EmptyKernel
-from megatron_burst.tools.one_rank import OneRank, Silence, Sizes, context_of
+from megatron_burst.tools.one_rank import EmptyKernel, OneRank, Silence, Sizes, context_of
 from megatron_burst.transport.comm import Posted
 from megatron_burst.transport.lowered import Batch
 
@@ -40,7 +39,7 @@ def counts(nodes: tuple[int, ...], ring: str) -> list[tuple[int, int]]:
     context = context_of(len(nodes) // 2, nodes, config, communicator := Counts(len(nodes)))
     tensors = Sizes(TOKENS, HEADS, HEADS, HEAD_DIM).draw("meta", torch.bfloat16)
     rank = OneRank(context, tensors, Mask.causal())
-    rank.call = replace(rank.call, kernel=_EmptyKernel())
+    rank.call = replace(rank.call, kernel=EmptyKernel())
     for run in (rank.forward, rank.backward):
         communicator.messages = communicator.bytes = 0
         run()
