@@ -58,7 +58,8 @@ def _stages(stages: Sequence[Mapping[str, Any]], verdict: str) -> str:
 def add(report: Path, contact: str, rows: Path = ROWS) -> Path:
     """Keep the row of a report; return its file."""
     new = row(json.loads(report.read_text()), contact)
-    name = re.sub(r"[^a-z0-9]+", "-", f"{new['date']} {new['device']} {contact}".lower())
+    what = " ".join((*(new[key] for key in ("date", "device", "commit")), contact))
+    name = re.sub(r"[^a-z0-9]+", "-", what.lower())
     rows.mkdir(parents=True, exist_ok=True)
     (file := rows / f"{name.strip('-')}.json").write_text(json.dumps(new, indent=2) + "\n")
     return file
