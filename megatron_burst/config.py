@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -15,7 +15,6 @@ GradDtype = StrEnum("GradDtype", "AUTO FLOAT32 MODEL")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
 Check = StrEnum("Check", "OFF NAN REFERENCE")
-FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
 class LayoutName(StrEnum):
@@ -179,44 +178,30 @@ class BurstConfig:
     Megatron: --distributed-timeout-minutes."""
 
     def __post_init__(self) -> None:
-        _settle_enums(self)
+        settle_enums(self)
         refused = Refused()
-        refused.by(refuse, *self._sizes())
-        refused.by(self._check_pairs)
+        refused.by(refuse, *self._values(), *self._preset())
         if self.recompute_fraction is not None:
             refused.by(check_fraction, self.recompute_fraction)
-        refused.by(refuse, *self._preset())
         refused.end()
 
-    def _sizes(self) -> Iterator[tuple[bool, str]]:
-        for name, value in (
-            ("timeout_seconds", self.timeout_seconds),
-            ("--burst-ranks-per-node", self.ranks_per_node),
-            ("--burst-head-parallel-size", self.head_parallel_size),
-            ("--burst-memory-mb", self.memory_mb),
-            ("--burst-head-chunks", self.head_chunks),
-        ):
-            bad = value is not None and not 0 < value < math.inf
-            yield bad, f"{name} must be positive and finite, got {value}"
-
-    def _check_pairs(self) -> None:
-        layout = self.layout
-        refuse(
-            (
-                layout is LayoutName.BALANCED and self.block_mask is not None,
-                f"--burst-layout {layout} looks at documents alone: drop --burst-block-mask, or "
-                f"take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
-            ),
-            (
-                self.mla is Mla.LATENT and (self.head_parallel_size or 1) > 1,
-                f"--burst-mla {Mla.LATENT}: latents have no heads that "
-                f"--burst-head-parallel-size {self.head_parallel_size} could share out: drop one",
-            ),
-            (
-                self.mla is Mla.LATENT and (self.head_chunks or 1) > 1,
-                f"--burst-mla {Mla.LATENT}: latents have no heads that "
-                f"--burst-head-chunks {self.head_chunks} could cut: drop one",
-            ),
+    def _values(self) -> Iterator[tuple[bool, str]]:
+        of_heads = {
+            "--burst-head-parallel-size": self.head_parallel_size,
+            "--burst-head-chunks": self.head_chunks,
+        }
+        others = {
+            "--burst-ranks-per-node": self.ranks_per_node,
+            "--burst-memory-mb": self.memory_mb,
+        }
+        yield from positive({"timeout_seconds": self.timeout_seconds, **others, **of_heads})
+        for name, value in of_heads.items():
+            text = f"--burst-mla {Mla.LATENT}: latents have no heads for {name} {value}: drop one"
+            yield self.mla is Mla.LATENT and (value or 1) > 1, text
+        yield (
+            self.layout is LayoutName.BALANCED and self.block_mask is not None,
+            f"--burst-layout {self.layout} looks at documents alone: drop --burst-block-mask, or "
+            f"take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
         )
 
     @property
@@ -292,64 +277,26 @@ class LmHeadConfig:
     not in forward and backward; by default where that takes at most 1024."""
 
     def __post_init__(self) -> None:
-        _settle_enums(self)
+        settle_enums(self)
         sizes = {"--lm-head-chunk-size": self.chunk_size, "--lm-head-memory-mb": self.memory_mb}
         given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
-        text = " and ".join(given)
+        text, megatron = " and ".join(given), self.loss is LmHeadLoss.MEGATRON
+        without = f"{text} has no effect under --lm-head-loss {LmHeadLoss.MEGATRON}; "
         refuse(
-            (
-                self.loss is LmHeadLoss.MEGATRON and bool(given),
-                f"{text} has no effect under --lm-head-loss {LmHeadLoss.MEGATRON}; "
-                f"add --lm-head-loss {LmHeadLoss.CHUNKED}",
-            ),
+            (megatron and bool(given), f"{without}add --lm-head-loss {LmHeadLoss.CHUNKED}"),
             (len(given) > 1, f"{text} both say how large a chunk is: drop one of them"),
-            (
-                any(value is not None and value < 1 for value in sizes.values()),
-                f"{text}: it must be positive",
-            ),
+            *positive(sizes),
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MlpConfig:
-    """Settings of the layers' MLPs; the field is a flag.
-
-    Raises:
-        ValueError: the number is not positive.
-    """
-
-    prefix: ClassVar[str] = "--mlp-"
-    chunks: int | None = field(default=1, metadata={"type": size_or_auto})
-    """Into how many chunks of tokens a dense MLP, or shared experts, cut a rank's tokens: between
-    their two products one chunk lives, and the backward computes each again. auto: as many as make
-    that no more than the hidden states, with at least 2048 tokens each. It goes with every
-    --context-parallel-algo. 1 (the default): Megatron's own."""
-
-    def __post_init__(self) -> None:
-        text = f"--mlp-chunks must be positive, got {self.chunks}"
-        refuse((self.chunks is not None and self.chunks < 1, text))
+def positive(sizes: Mapping[str, float | None]) -> Iterator[tuple[bool, str]]:
+    """Yield for each size whether it is given and is none, with the text of an error."""
+    for name, value in sizes.items():
+        bad = value is not None and not 0 < value < math.inf
+        yield bad, f"{name} must be positive and finite, got {value}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileConfig:
-    """What is looked at on the disk; the field is a flag.
-
-    Raises:
-        ValueError: the value is unknown.
-    """
-
-    check_files: FileChecks = FileChecks.AUTO
-    """Whether files are looked at before they are used: those of the data set, whose indices and
-    tokens must be in range, and checkpoints, of which the newest complete one is loaded, and none
-    is mixed with those of another training; a save that fails says where, and one over an earlier
-    checkpoint leaves no mixture that counts as complete. on: looked at. off: Megatron's own
-    behaviour. auto: on in python -m megatron_burst.pretrain, off where another script is run."""
-
-    def __post_init__(self) -> None:
-        _settle_enums(self)
-
-
-def _settle_enums(config: Any) -> None:
+def settle_enums(config: Any) -> None:
     """Let strings become members of their enum; refuse what is none."""
     refused = Refused()
     for spec in dataclasses.fields(config):

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from megatron_burst.config import (
     BurstConfig,
-    FileConfig,
     LmHeadConfig,
-    MlpConfig,
     flag_name,
     members,
 )
+from megatron_burst.plugin.training_config import FileConfig, MlpConfig
 
 
 class Flag(NamedTuple):

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
-    FileChecks,
-    FileConfig,
     LmHeadConfig,
     LmHeadLoss,
     Mla,
-    MlpConfig,
     Refused,
     refuse,
 )
@@ -26,6 +23,7 @@ from megatron_burst.plugin.refusals import (
     refuse_all,
     sharding_refusals,
 )
+from megatron_burst.plugin.training_config import FileChecks, FileConfig, MlpConfig
 
 logger = logging.getLogger(__name__)
 

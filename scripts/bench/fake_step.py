@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
-from megatron_burst.config import LmHeadConfig, MlpConfig
+from megatron_burst.config import LmHeadConfig
 from megatron_burst.kernels import in_triton
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.plugin.attention.contexts import Contexts
@@ -35,6 +35,7 @@ from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.local_layers import block_spec
+from megatron_burst.plugin.training_config import MlpConfig
 from megatron_burst.tools.one_rank import EmptyKernel, Silence, context_of
 
 SAVINGS = "chunked_loss", "offload", "mlp", "head_chunks"  # in the order of the ladder

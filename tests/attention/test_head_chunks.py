@@ -75,7 +75,7 @@ def test_heads_travel_where_they_are_cut(workers: WorkerPool) -> None:
     case = LatentCase(config={"head_chunks": 2, "mla": "auto"})
     ((found, _),) = latents.run(workers, 2, [case])
     assert max(latents.errors(found, case.expected(2)).values()) < FLOAT32_TOLERANCE
-    with pytest.raises(ValueError, match="no heads that --burst-head-chunks 2 could cut: drop one"):
+    with pytest.raises(ValueError, match="no heads for --burst-head-chunks 2: drop one"):
         BurstConfig(mla="latent", head_chunks=2)  # type: ignore[arg-type]
 
 

@@ -393,8 +393,14 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
             CHUNKED + "--lm-head-chunk-size 4 --lm-head-memory-mb 5",
             "--lm-head-chunk-size 4 and --lm-head-memory-mb 5 both say how large a chunk is: drop",
         ),
-        (CHUNKED + "--lm-head-chunk-size 0", "--lm-head-chunk-size 0: it must be positive"),
-        (CHUNKED + "--lm-head-memory-mb -1", "--lm-head-memory-mb -1: it must be positive"),
+        (
+            CHUNKED + "--lm-head-chunk-size 0",
+            "--lm-head-chunk-size must be positive and finite, got 0",
+        ),
+        (
+            CHUNKED + "--lm-head-memory-mb -1",
+            "--lm-head-memory-mb must be positive and finite, got -1",
+        ),
         (
             "--lm-head-memory-mb 512",
             "--lm-head-memory-mb 512 has no effect under --lm-head-loss megatron; add --lm-head-lo",

@@ -143,7 +143,7 @@ def test_all_that_is_refused_is_said_at_once(started: dict) -> None:
     assert said[0].startswith("megatron_burst: ") and all(line[0] == " " for line in said[1:])
     for text in (
         "cross_entropy_loss_fusion = True: it chooses among Megatron's own losses",
-        "--mlp-chunks must be positive, got 0",
+        "--mlp-chunks must be positive and finite, got 0",
         "1 ranks do not divide over --tensor-model-parallel-size 1 x "
         "--pipeline-model-parallel-size 1 x --context-parallel-size 4 = 4: change --nproc-per-node",
     ):

@@ -14,10 +14,10 @@ pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_burst.config import MlpConfig  # noqa: E402
 from megatron_burst.plugin.hooks import host_room  # noqa: E402
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps  # noqa: E402
 from megatron_burst.plugin.hooks.offload import OffloadInputs  # noqa: E402
+from megatron_burst.plugin.training_config import MlpConfig  # noqa: E402
 from megatron_burst.transport.host import HostMemory  # noqa: E402
 from tests.plugin.test_recompute import (  # noqa: E402
     LAYERS,

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.config import LmHeadConfig, LmHeadLoss, MlpConfig
+from megatron_burst.config import LmHeadConfig, LmHeadLoss
+from megatron_burst.plugin.training_config import MlpConfig
 from megatron_burst.tools.one_rank import Silence, context_of
 
 pytest.importorskip("megatron.core.models.gpt")

@@ -14,9 +14,9 @@ reach with 128; d / (d + 40) makes it 0.81 and 1.14."""
 HOP_SECONDS = 0.2e-3, 0.36e-3
 """What the host of a GPU works for a hop, forward and backward, its calls of torch included: 86 and
 165 times an `aten.add` before a plan was lowered, half of that since (scripts/bench/host_time.py),
-4.5 microseconds each where that launches a kernel: an estimate. In an H200's virtual machine it was 16,
-and a hop 0.36 and 0.87 ms (scripts/bench/results/h200_first_run.md). A peer of an all-to-all, there
-and back, takes 96 of them, as a hop of a forward does."""
+4.5 microseconds each where that launches a kernel: an estimate. In a virtual machine with an H200
+they were 16, a hop 0.36 and 0.87 ms (scripts/bench/results/h200_first_run.md). A peer of an
+all-to-all, there and back, takes 96 of them, as a hop of a forward does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,12 +10,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_burst.config import MlpConfig
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.limits import MLP_LIMITS, MLP_WORKING
 from megatron_burst.plugin.models import need_language_models
 from megatron_burst.plugin.refusals import broken_limits, refuse_all
 from megatron_burst.plugin.row_chunks import in_row_chunks, is_in_backward, unmade
+from megatron_burst.plugin.training_config import MlpConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,12 @@ from functools import cache
 
 import torch
 
-from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss, MlpConfig
+from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
+from megatron_burst.plugin.training_config import MlpConfig
 from megatron_burst.tools.flags import Flags, cut, kept, whole, window_of
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster

@@ -1,0 +1,47 @@
+"""What a training under Megatron can choose beside attention and loss; see `config`."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from megatron_burst.config import positive, refuse, settle_enums, size_or_auto
+
+FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpConfig:
+    """Settings of the layers' MLPs; the field is a flag.
+
+    Raises:
+        ValueError: the number is not positive.
+    """
+
+    prefix: ClassVar[str] = "--mlp-"
+    chunks: int | None = field(default=1, metadata={"type": size_or_auto})
+    """Into how many chunks of tokens a dense MLP, or shared experts, cut a rank's tokens: between
+    their two products one chunk lives, and the backward computes each again. auto: as many as make
+    that no more than the hidden states, with at least 2048 tokens each. It goes with every
+    --context-parallel-algo. 1 (the default): Megatron's own."""
+
+    def __post_init__(self) -> None:
+        refuse(*positive({"--mlp-chunks": self.chunks}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileConfig:
+    """What is looked at on the disk; the field is a flag.
+
+    Raises:
+        ValueError: the value is unknown.
+    """
+
+    check_files: FileChecks = FileChecks.AUTO
+    """Whether files are looked at before they are used: those of the data set, whose indices and
+    tokens must be in range, and checkpoints, of which the newest complete one is loaded, and none
+    is mixed with those of another training; a save that fails says where, and one over an earlier
+    checkpoint leaves no mixture that counts as complete. on: looked at. off: Megatron's own
+    behaviour. auto: on in python -m megatron_burst.pretrain, off where another script is run."""
+
+    def __post_init__(self) -> None:
+        settle_enums(self)
