@@ -24,15 +24,6 @@ from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.tools.plan.nccl import Communicator, Fabric, Peers, communicator
 from megatron_burst.tools.plan.workload import Ring
 
-
-class Options(NamedTuple):
-    """What else could be made of the same plans."""
-
-    own: bool = True  # or all of the context-parallel ranks in each communicator
-    max_ctas: int | None = None  # or for each what ours has
-
-
-OURS = Options()
 _COLUMN = Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN
 _CORNER = Channel.READ_DIRECT, Channel.GRADIENT_DIRECT
 
@@ -63,27 +54,22 @@ class Use:
         return self.communicator.buffers(self.peers)
 
 
-def made_for(ring: Ring, channel: Channel, options: Options = OURS) -> Communicator:
+def made_for(ring: Ring, channel: Channel) -> Communicator:
     """Return what NCCL decides for the ranks that such messages are between."""
     cluster, gpus, nodes = ring.machine, ring.machine.gpus_per_node, len({*ring.nodes})
     nics = max(1, gpus // cluster.gpus_per_nic)
     fabric = Fabric(cluster.nvlinks, cluster.channels, gpus, nics, cluster.nic_rate)
     whole = nodes, len(ring.nodes) // nodes
-    if not options.own:
-        where = len(ring.nodes) * ring.heads // ring.local, ring.local
-    elif channel is Channel.HEADS:
+    if channel is Channel.HEADS:
         where = max(1, ring.heads // ring.local), min(ring.heads, ring.local)
     elif channel in _COLUMN:
         where = nodes, 1
     else:
         where = whole if ring.grid.nodes == 1 or channel in _CORNER else (1, whole[1])
-    most = options.max_ctas or max_ctas(channel, where[0] * where[1], gpus)
-    return communicator(fabric, *where, most)
+    return communicator(fabric, *where, max_ctas(channel, where[0] * where[1], gpus))
 
 
-def uses(
-    ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape, options: Options = OURS
-) -> Mapping[Channel, Use]:
+def uses(ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape) -> Mapping[Channel, Use]:
     """Count the messages of the rank in the middle in both passes: of blocks, and of results.
 
     Nothing where the links are not known.
@@ -92,7 +78,7 @@ def uses(
     if ring.machine.nvlinks:
         for channel, message in (*_of_ring(ring, schedules, shape), *_of_heads(ring)):
             messages[channel].append(message)
-    return {key: _use(made_for(ring, key, options), some) for key, some in messages.items()}
+    return {key: _use(made_for(ring, key), some) for key, some in messages.items()}
 
 
 class _Message(NamedTuple):
