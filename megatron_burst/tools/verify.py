@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     joins = not dist.is_initialized() and "RANK" in os.environ
     device = start(args.backend, args.device)
-    args.dtype = args.dtype or ["float32", "bfloat16"][device.type == "cuda" :]
+    args.dtype = args.dtype or usual_dtypes(device)
     _refuse_too_much(args, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows, problems = _check_all(_cases(args), device)
@@ -64,6 +64,11 @@ def main(argv: list[str]) -> int:
     if joins:
         dist.destroy_process_group()
     return 1 if problems or ranks == 1 else 0
+
+
+def usual_dtypes(device: torch.device) -> list[str]:
+    """Return what is tried by default; no kernel of a GPU serves float32."""
+    return ["bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"]
 
 
 def _check_all(

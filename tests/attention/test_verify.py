@@ -354,3 +354,9 @@ def test_what_this_machine_cannot_hold_or_has_not_is_refused(
     assert main(["verify", *words.split()]) == 1
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_by_default_what_a_kernel_serves_is_tried() -> None:
+    assert tool.usual_dtypes(torch.device("cuda")) == ["bfloat16"]
+    assert tool.usual_dtypes(torch.device("cpu")) == ["float32", "bfloat16"]
+    assert parse([]).dtype is None
