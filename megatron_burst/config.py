@@ -290,7 +290,7 @@ class LmHeadConfig:
 
 
 def positive(sizes: Mapping[str, float | None]) -> Iterator[tuple[bool, str]]:
-    """Yield for each size whether it is given and is none, with the text of an error."""
+    """Yield for each size whether it is given and not positive, with the text of an error."""
     for name, value in sizes.items():
         bad = value is not None and not 0 < value < math.inf
         yield bad, f"{name} must be positive and finite, got {value}"

@@ -17,7 +17,7 @@ _OLDEST = 91501  # 9.15.1: before, rows of its results were wrong
 class CudnnKernel(OneByOne, DeclaredKernel):
     """cuDNN's flash attention through ATen; needs no package beside torch.
 
-    What it refuses or gets wrong is computed by FlashAttention-2.
+    FlashAttention-2 computes the tiles that it refuses or gets wrong.
     """
 
     name = "cudnn"

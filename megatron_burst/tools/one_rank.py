@@ -14,6 +14,7 @@ from megatron_burst.attention.preparing import prepare
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel, KernelInput, Request
 from megatron_burst.kernels.protocol import Gradients
+from megatron_burst.plans.choice.cost import workspace_bytes
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.topology import choose_grid
@@ -103,7 +104,7 @@ class OneRank:
 
 
 class EmptyKernel:
-    """Returns what a kernel returns, without values, and has as much of its own meanwhile."""
+    """Returns what a kernel returns, without values, and has as large a workspace meanwhile."""
 
     name = "empty"
 
@@ -120,19 +121,13 @@ class EmptyKernel:
     def backward(self, tile: KernelInput, *_: Tensor) -> Gradients:
         """Return (dq, dk, dv)."""
         (batch, queries, heads, dim), kv_heads = tile.q.shape, tile.k.shape[2]
-        rows = batch * queries * inside_a_kernel(heads, kv_heads, dim)
-        own, q, k, v = tile.q.new_empty(rows, dtype=torch.uint8), *map(torch.empty_like, tile.qkv)
-        del own
+        rows = batch * queries * workspace_bytes(heads, kv_heads, dim)
+        workspace, q, k, v = (
+            tile.q.new_empty(rows, dtype=torch.uint8),
+            *map(torch.empty_like, tile.qkv),
+        )
+        del workspace
         return q, k, v
-
-
-def inside_a_kernel(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Return the bytes that a backward's kernel has of its own for a token of a tile.
-
-    dQ is summed in float32; where query heads share K and V, cuDNN and FlashAttention-2 make dK and
-    dV of each, FlashAttention-3 sums in float32, which is no more: measured on an H200.
-    """
-    return heads * head_dim * (4 + 4 * (kv_heads < heads))
 
 
 def silent_rank(nodes: Sequence[int], tensors: Tensors, **settings: Any) -> OneRank:

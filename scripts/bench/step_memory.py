@@ -4,7 +4,7 @@
     python scripts/bench/step_memory.py --layers 3 --save offload mlp head_chunks
 
 Of a model on fake tensors; see fake_step.py. Weights, main gradients and optimizer are not counted;
-what an attention kernel has of its own is, as an H200 showed it.
+an attention kernel's workspace is, as an H200 showed it.
 """
 
 import argparse

@@ -31,7 +31,7 @@ PARTS = {
     "lowered": "messages",
     "sums": "sums",
     "surrogate": "surrogate outputs",
-    "one_rank": "what kernels return, and have of their own",
+    "one_rank": "what kernels return, and their workspace",
     "head_chunks": "copies of a chunk's heads, and what is joined of all",
     "backward": "gradients that are returned",
 }

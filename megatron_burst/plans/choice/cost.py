@@ -149,6 +149,16 @@ def attention_flops(
     return 2.0 * pairs * heads * dims
 
 
+def workspace_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Return the bytes that an attention kernel's backward needs for a token beside its results.
+
+    Measured on an H200 in bfloat16 (scripts/bench/results/h200_first_run.md): a float32 sum of dQ
+    and, where query heads share K and V, dK and dV of every query head in cuDNN and
+    FlashAttention-2, of which FlashAttention-3 needs half with 8 KV heads of 32.
+    """
+    return heads * head_dim * (4 + 4 * (kv_heads < heads))
+
+
 def room_pays(tiling: Tiling, shape: Shape, traffic: Traffic, machine: Machine) -> bool:
     """Say whether tiles should leave room to messages, which else may begin when they are through.
 

@@ -12,7 +12,7 @@ from megatron_burst.transport.memory import message_of
 
 REMEDY = "plan with the larger figure, a shorter sequence or more ranks (docs/budgets.md)"
 _LAGGING, _CYCLES = 2**26, 10**9  # bytes, and about half a second
-_APART = {"cuda": 0.05, "cpu": 0.1}  # of the count; a CPU's kernel has nothing of its own
+_APART = {"cuda": 0.05, "cpu": 0.1}  # of the count; a CPU's kernel has no workspace
 _NODES = {"flat": (0,) * 8, "double": (0,) * 4 + (1,) * 4}  # of each rank
 _RINGS = (("flat", "kv"), ("double", "query"), ("flat", "query"), ("double", "kv"))
 

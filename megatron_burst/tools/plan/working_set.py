@@ -1,6 +1,6 @@
 """The tensors of one layer in its backward, as scripts/bench/step_memory.py counts them."""
 
-from megatron_burst.tools.one_rank import inside_a_kernel
+from megatron_burst.plans.choice.cost import workspace_bytes
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.workload import Workload
 
@@ -57,7 +57,7 @@ def gathered(load: Workload, name: str) -> int:
 
 
 def _attention(load: Workload) -> int:
-    """The buffers of its plan, float32 sums of dQ, dK and dV, a kernel's results and own memory.
+    """The buffers of its plan, float32 sums of dQ, dK and dV, a kernel's results and workspace.
 
     Of a chunk of heads; where there are several, the gradients of all, and half of a chunk's dO.
     """
@@ -68,7 +68,7 @@ def _attention(load: Workload) -> int:
     keys = shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     of_sums = 4 * (queries + keys)
     of_tile = shape.element_bytes * (queries + 1.5 * keys)
-    of_tile += inside_a_kernel(shape.query_heads, shape.kv_heads, shape.head_dim)
+    of_tile += workspace_bytes(shape.query_heads, shape.kv_heads, shape.head_dim)
     found = load.cluster.working_set * (buffers + shape.tokens * (of_sums + of_tile))
     if (chunks := load.head_chunks) > 1:
         joined = chunks * (queries + keys) + shape.query_heads * shape.value_head_dim / 2
