@@ -14,6 +14,9 @@ type Flags = Mapping[str, Any]
 DOCUMENTS = "--dataloader-inter-document-masking"
 # Megatron takes tokens from one place: any of these takes that of a run's mock data.
 _DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-path"}
+_FSDP = {"use-megatron-fsdp", "use-torch-fsdp2"}
+# Megatron refuses expandable segments beside these, some of them unless more is set.
+_FIXED_SEGMENTS = {"use-nccl-ub", "cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph"}
 # Flags of one's own before which those of a run give way.
 _REPLACED = {
     "accumulate-allreduce-grads-in-fp32": ("grad-reduce-in-bf16",),
@@ -59,6 +62,22 @@ def arguments(flags: Flags) -> list[str]:
 def names(words: Sequence[str]) -> set[str]:
     """Return the flags that a command line names, and its other words."""
     return {word.removeprefix("--").partition("=")[0] for word in words}
+
+
+def variables(given: Collection[str]) -> dict[str, str]:
+    """Return what the environment of a training on GPUs with these flags should say."""
+    found, given = dict[str, str](), set(given)
+    # One queue to the GPU, so that a message starts before the computation that hides it. Before
+    # Blackwell Megatron asserts it under tensor or context parallelism, its layers advise it under
+    # sequence parallelism on any GPU, and under FSDP it is refused.
+    if not given & _FSDP:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # Tensors of many sizes, as documents and chunks are, leave holes in segments of a fixed size:
+    # an eighth to a third of what was allocated (scripts/bench/results/h200_first_run.md).
+    # This is the name that Megatron looks at.
+    if not given & _FIXED_SEGMENTS:
+        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return found
 
 
 def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,13 @@ Read in its sources, and in torch's around it:
   TORCH_NCCL_HIGH_PRIORITY, which is torch's, only where it is 1: a 0 we carry out ourselves.
 """
 
+import ctypes
 import os
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_burst.transport.backend import nccl_of
@@ -27,6 +29,17 @@ _READ = (2, 27), (2, 30)  # the first version and the last
 _CLUSTER = 1  # not timed
 _NO = {"0", "N", "NO", "F", "FALSE"}  # as torch reads its variables
 _CALLERS = "min_ctas max_ctas cga_cluster_size net_name cta_policy traffic_class".split()
+
+
+def loaded() -> tuple[int, ...]:
+    """Return the version of the NCCL that is used; torch says which one it was built with."""
+    built = torch.cuda.nccl.version()
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # it is a part of torch
+        return built
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def unread(version: tuple[int, ...]) -> str:

@@ -24,6 +24,7 @@ import torch
 
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.hardware import commit, cpu_model
+from megatron_burst.transport.nccl import loaded
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NOTES = "\n## Notes"
@@ -127,7 +128,7 @@ def origin(device: str = "cpu") -> dict[str, str]:
     }
     if device != "cpu":
         found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, loaded()))
     return found
 
 

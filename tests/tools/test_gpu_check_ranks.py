@@ -47,7 +47,7 @@ AS_IT_IS = {"messages": BARE, "layers": {"kv ring, flat": LAYER}}
 def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
     """Eight GPUs, as far as the stage of ranks asks."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(ranks, "loaded", lambda: (2, 28, 9))
     return Device(torch.device("cuda"), tmp_path, 8)
 
 
@@ -105,7 +105,7 @@ def test_one_gpu_says_which_nccl_serves_it(node: Device, monkeypatch: pytest.Mon
     assert given.pop()[1][2] == "gloo" and settings.found.startswith("not timed")
     assert ranks.refusal(2, 1, (2, 30, 7)) == ""
     assert ranks.refusal(4, 1, (2, 30, 7)) == "NCCL 2.30.7 takes two ranks on a GPU"
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 31, 1))
+    monkeypatch.setattr(ranks, "loaded", lambda: (2, 31, 1))
     *_, settings = ranks.check(replace(node, ranks=2))
     ((_, words, environment),) = given
     assert words[2] == "nccl" and settings.found.startswith("not timed")
@@ -120,7 +120,7 @@ def test_how_many_ranks_there_are(
     monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: Any, expected: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(command, "loaded", lambda: nccl)
     assert command._ranks("cuda" if gpus else "cpu") == expected
 
 

@@ -87,7 +87,8 @@ def test_the_table_is_read_on_100_columns(capsys: pytest.CaptureFixture[str]) ->
     table, _, command = capsys.readouterr().out.partition(" on every node:\n")
     assert max(map(len, table.splitlines())) <= 100
     assert "weights sharded (Megatron-FSDP)" in table and "1048576 tokens" in table
-    assert command.startswith("torchrun ") and "--use-megatron-fsdp" in command
+    assert command.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun ")
+    assert "--use-megatron-fsdp" in command
     assert main("plan --model 70b --cluster h100 --gpus 1 --ladder".split()) == 1
     assert "no sequence fits on 1 GPUs" in capsys.readouterr().err
 

@@ -267,7 +267,7 @@ def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "65536 (64k) tokens, global batch 1, 8.03 billion parameters\n" in text
     assert "\nall rows: TP 1, CP 8, DP 1\n" in text
-    assert "torchrun --standalone --nproc-per-node 8 -m megatron_burst.pretrain " in text
+    assert "--nproc-per-node 8 -m megatron_burst.pretrain " in text
 
 
 def test_json_has_every_way_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,7 +458,9 @@ def test_flags_from_a_command_line_have_their_types() -> None:
     flags = asked("--run toy -- --burst-ranks-per-node 4")
     found = rank(flags, CONFIGS.cluster("h100"), 4, [])
     assert found[0].load.config.ranks_per_node == 4
-    assert found[0].command().startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun ")
+    set_before, _, _ = found[0].command().partition("torchrun ")
+    segments = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert set_before == f"CUDA_DEVICE_MAX_CONNECTIONS=1 {segments} "
 
 
 def test_a_gpu_must_find_a_place() -> None:

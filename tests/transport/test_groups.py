@@ -17,7 +17,7 @@ from megatron_burst.config import Topology
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.topology import Grid, choose_grid
-from megatron_burst.transport import groups
+from megatron_burst.transport import groups, nccl
 from megatron_burst.transport.groups import (
     Members,
     make_groups,
@@ -300,3 +300,21 @@ def test_equal_nodes_make_a_double_ring_for_burst_and_where_asked_for(
 ) -> None:
     config = BurstConfig(algorithm=algorithm, topology=topology, ranks_per_node=2)
     assert workers.run(4, grid_and_lines, config) == [(grid, [])] * 4
+
+
+def test_the_nccl_that_is_loaded_says_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another than torch was built with may be loaded."""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+
+    def get_version(number: Any) -> None:
+        number._obj.value = 23203
+
+    opened = SimpleNamespace(ncclGetVersion=get_version)
+    monkeypatch.setattr(nccl.ctypes, "CDLL", {"libnccl.so.2": opened}.__getitem__)
+    assert nccl.loaded() == (2, 32, 3)
+
+    def nothing(_: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr(nccl.ctypes, "CDLL", nothing)
+    assert nccl.loaded() == (2, 28, 9)

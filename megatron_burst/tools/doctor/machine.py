@@ -10,7 +10,7 @@ from megatron_burst.kernels import flash2, flash3, flash4
 from megatron_burst.kernels.package import installed_version
 from megatron_burst.plugin import compat
 from megatron_burst.tools.hardware import Devices
-from megatron_burst.transport.nccl import unread
+from megatron_burst.transport.nccl import loaded, unread
 
 _OTHERS = "transformer-engine apex einops psutil tensorboard pybind11 rich jinja2 "
 _OTHERS += "nvidia-resiliency-ext"
@@ -28,9 +28,10 @@ class Part:
 def parts() -> list[Part]:
     """Return every package that we, or Megatron around us, may use."""
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    version, of_nccl = (), "this torch has none"
+    version: tuple[int, ...] = ()
+    of_nccl = "this torch has none"
     if torch.version.cuda and torch.distributed.is_nccl_available():
-        version = torch.cuda.nccl.version()
+        version = loaded()
         of_nccl = unread(version) or "messages between GPUs"
     try:
         megatron, where = compat.check_megatron_version(), str(compat.megatron_folder())

@@ -16,6 +16,7 @@ from megatron_burst.tools.arguments.gpu_check import RANKS, STAGES, parser
 from megatron_burst.tools.gpu_check.ranks import refusal
 from megatron_burst.tools.gpu_check.report import Report, Result
 from megatron_burst.tools.gpu_check.stage import Check, Device
+from megatron_burst.transport.nccl import loaded
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
 def _ranks(device: str) -> int:
     gpus = torch.cuda.device_count() if device == "cuda" else 4
     if gpus == 1:  # which two share where NCCL lets them
-        return 4 if refusal(2, 1, torch.cuda.nccl.version()) else 2
+        return 4 if refusal(2, 1, loaded()) else 2
     return max(number for number in RANKS if number <= gpus)
 
 

@@ -120,10 +120,11 @@ def _layers(
 ) -> dict[str, float]:
     """Time layers one behind the other, with the host as far ahead as it gets; count memory."""
     settings: dict[str, Any] = {"backward": "kv", "topology": topology}
-    tensors, layers = sizes.draw(device.device, DTYPE), 20 if device.is_gpu else 2
-    alone = partial(_both_passes, silent_rank([0] * ranks, tensors, **settings))
-    found = {"alone": device.seconds(alone, 3), "before": _beside_torch(device)}
-    rank = OneRank(create(BurstConfig(**settings)), tensors)
+    nodes, layers = [0] * ranks, 20 if device.is_gpu else 2
+    found = {"alone": _alone(device, sizes, nodes, **settings)}
+    device.free()
+    found["before"] = _beside_torch(device)
+    rank = OneRank(create(BurstConfig(**settings)), sizes.draw(device.device, DTYPE))
     found["connected"] = _beside_torch(device)
     _both_passes(rank)
     device.synchronize()
@@ -137,13 +138,19 @@ def _layers(
     found["host"] = (time.perf_counter() - begun) / layers
     device.synchronize()
     found["layer"] = (time.perf_counter() - begun) / layers
-    forward, backward = counted_peaks([0] * ranks, sizes, **settings)
+    forward, backward = counted_peaks(nodes, sizes, **settings)
     results = sum(x.nbytes for x in rank.result or ())
-    found["documented"] = max(forward, results + backward) + sum(x.nbytes for x in tensors)
+    found["documented"] = max(forward, results + backward) + sum(x.nbytes for x in rank.tensors)
     if device.is_gpu:
         found["reserved"] = torch.cuda.max_memory_reserved()
         found["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
     return found
+
+
+def _alone(device: Device, sizes: Sizes, nodes: list[int], **settings: Any) -> float:
+    """Time layers that send nothing; their tensors go with them."""
+    rank = silent_rank(nodes, sizes.draw(device.device, DTYPE), **settings)
+    return device.seconds(partial(_both_passes, rank), 3)
 
 
 def _both_passes(rank: OneRank) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_burst.tools.gpu_check.stage import Check, Device, at_most
+from megatron_burst.transport.nccl import loaded
 
 REMEDY = "set what is chosen; where results are wrong, train with --context-parallel-algo megatron"
 _SHARED_SINCE = 2, 30, 7  # NCCL, from its sources: before, "Duplicate GPU detected"
@@ -35,7 +36,7 @@ def check(device: Device) -> Iterator[Check]:
     ranks, backend = device.ranks, "nccl" if device.is_gpu else "gloo"
     shared: Mapping[str, str] = {}
     if device.is_gpu and torch.cuda.device_count() < ranks:
-        why_not = refusal(ranks, torch.cuda.device_count(), torch.cuda.nccl.version())
+        why_not = refusal(ranks, torch.cuda.device_count(), loaded())
         if why_not:
             yield Check("NCCL", f"left out: {why_not}")
         backend, shared = ("gloo", {}) if why_not else (backend, _SHARING)

@@ -14,16 +14,13 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.flags import names
+from megatron_burst.tools.flags import names, variables
 from megatron_burst.tools.launch.processes import say
 from megatron_burst.transport import lock
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
 LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
-FSDP = {"use-megatron-fsdp", "use-torch-fsdp2"}
-# Megatron refuses expandable segments beside these, some of them unless more is set.
-FIXED_SEGMENTS = {"use-nccl-ub", "cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph"}
 FOR_NODES = re.compile(r"(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_")
 ANYWHERE = "198.51.100.1"  # kept for documentation: the way to it is the default route
 
@@ -55,17 +52,10 @@ def load_env() -> None:
 
 def defaults(flags: Sequence[str]) -> dict[str, str]:
     """Return the settings of a training with these flags of Megatron that the environment lacks."""
-    given = names(flags)
     found = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}]: "}
-    # One queue to the GPU, so that a message starts before the computation that hides it. Before
-    # Blackwell Megatron asserts it under tensor or context parallelism, its layers advise it under
-    # sequence parallelism on any GPU, and under FSDP it is refused.
-    if not given & FSDP:
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    # Tensors of many sizes, as documents and chunks of the loss are, leave holes in segments of a
-    # fixed size. This is the name that Megatron looks at.
-    if not (given & FIXED_SEGMENTS or "PYTORCH_ALLOC_CONF" in os.environ):
-        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    found |= variables(names(flags))
+    if "PYTORCH_ALLOC_CONF" in os.environ:  # another name of it
+        found.pop("PYTORCH_CUDA_ALLOC_CONF", None)
     return {name: value for name, value in found.items() if not os.environ.get(name)}
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_burst.config import GradDtype, LayoutName
-from megatron_burst.tools.flags import Flags, arguments, staged
+from megatron_burst.tools.flags import Flags, arguments, staged, variables
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.reading import workload_of
@@ -120,10 +120,10 @@ class Candidate:
             number, first = f"number of this node, 0 to {nodes - 1}", "host name of node 0"
             where = f'--nnodes {nodes} --node-rank "${{RANK_OF_NODE:?{number}}}"'
             where += f' --master-addr "${{FIRST_NODE:?{first}}}"'
-        # Megatron asks for it before it runs context parallelism before Blackwell; FSDP refuses it.
-        setting = "" if self.load.zero3 else "CUDA_DEVICE_MAX_CONNECTIONS=1 "
+        given = variables([name for name, value in flags.items() if value is not False])
+        settings = "".join(f"{name}={value} " for name, value in given.items())
         return (
-            f"{setting}torchrun {where} --nproc-per-node {a_node} "
+            f"{settings}torchrun {where} --nproc-per-node {a_node} "
             f"-m megatron_burst.pretrain {shlex.join(arguments(flags))}"
         )
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.kernels import KERNELS, Request
-from megatron_burst.tools.doctor import parsing
+from megatron_burst.tools.doctor import machine, parsing
 from megatron_burst.tools.doctor.attention import served
 from megatron_burst.tools.doctor.command import main
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target
@@ -298,7 +298,7 @@ def test_a_version_of_nccl_that_nobody_read_is_told(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], is_read: bool
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(machine, "loaded", lambda: version)
     (nccl,) = (part for part in parts() if part.name == "NCCL")
     assert nccl.version == ".".join(map(str, version))
     unread = "what our messages rely on was read in 2.27 to 2.30 alone"
