@@ -253,9 +253,9 @@ def as_on_a_gpu(settings: Settings) -> Iterator[None]:
         _put(patches, preparing, select_kernel=lambda *_: EmptyKernel())
         _put(patches, preparing, log_choice=lambda *_: None)
         _put(patches, in_triton, why_plain=lambda *_: "")
+        _put(patches, fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
         if settings.fused:
             _put(patches, rope_utils, fused_apply_rotary_pos_emb=_rotated)
-            _put(patches, fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
         yield
 
 

@@ -27,7 +27,7 @@ RECORDS = {  # not measured again
     "scripts/bench/results/cpu_gradient_return.md",
     "scripts/bench/results/cpu_end_to_end.md",
     "scripts/bench/results/cpu_tiles.md",
-    "scripts/bench/results/h200_first_run.md",  # by hand, on a card
+    *(f"scripts/bench/results/h200_{name}.md" for name in ("first_run", "loss", "nccl", "recompute")),
 }
 
 type Rows = list[dict[str, str]]

@@ -41,7 +41,7 @@ def test_the_peaks_with_what_transformer_engine_fuses() -> None:
 @pytest.mark.slow
 def test_five_million_tokens_on_eight_ranks() -> None:
     five_million = Settings(layers=2, tokens=655360, savings=frozenset(SAVINGS))
-    assert measure(five_million).peak < 11.2 * five_million.x
+    assert measure(five_million).peak < 12 * five_million.x
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_no_run_takes_the_slow_path_of_the_loss_or_pays_for_it(name: str) -> Non
     if name in PREDICTED:
         found = memory.predict(load := load_of(run))
         assert load.loss_bytes == chunking.peak
-        assert found.loss <= 1.2 * found.layer  # on one GPU they are about equal
+        assert found.loss <= 1.4 * found.layer  # on one GPU it is the larger
 
 
 def test_the_slow_path_of_the_loss_is_seen_and_its_time_predicted() -> None:
@@ -187,4 +187,4 @@ def test_a_run_shows_its_ranking(capsys: pytest.CaptureFixture[str]) -> None:
         and "all rows: TP 1, CP 4, DP 1" in said
         and "\nloss: " in f"\n{said}"
     )
-    assert "torchrun --standalone --nproc-per-node 4" in said
+    assert "--standalone --nproc-per-node 4 -m megatron_burst.pretrain " in said

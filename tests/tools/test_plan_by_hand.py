@@ -131,8 +131,8 @@ def memory(name: str) -> dict[str, float]:
 
     Weights and gradients have 2 bytes, optimizer states 12 of the numbers that a rank owns of its
     data- and context-parallel ranks; each recomputed layer keeps its input. The layer at work has
-    five tensors as wide as that, q, k, v and the output, and inside the MLP 7 of its width: what
-    it saves, 3, and gradients of the products and between them.
+    five tensors as wide as that, q, k, v and the output, and inside the MLP 5 of its width: gate and
+    up, 2, their gradient, 2, and that of their product, 1, where SwiGLU is one kernel.
     """
     model, _, gpus, tensor, context, pipeline, expert, tokens = SETTINGS[name]
     n, ends = tokens // context, model.vocabulary * model.hidden * (2 if pipeline == 1 else 1)
@@ -144,7 +144,7 @@ def memory(name: str) -> dict[str, float]:
     # TP ranks share out each expert, so one of EP has its part of TP x EP.
     experts, owners = of_experts / expert / tensor, shards / expert
     kept = 2 * (model.heads + model.kv_heads) * model.head
-    layer_at_work = 2 * n * (5 * model.hidden + kept + 7 * model.ffn) / GIB
+    layer_at_work = 2 * n * (5 * model.hidden + kept + 5 * model.ffn) / GIB
     is_plain = tensor == 1 and not model.experts
     return {
         **({"layer": layer_at_work} if is_plain else {}),

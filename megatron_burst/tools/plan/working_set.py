@@ -5,7 +5,7 @@ from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.workload import Workload
 
 _HIDDEN = 5  # norms' outputs and gradients as wide as the hidden states, beside the layer's input
-_TO_SAVED = 7 / 3  # what the backward between an MLP's products makes, over what it saves
+_TO_SAVED = 5 / 3  # what an MLP's backward has between its products, compiled, over what it saves
 _SUM_BYTES = 6  # of a weight of an MLP in chunks: its gradients, summed in float32
 _ROTARY_BYTES = 12  # of a number of a head's position embedding
 
