@@ -20,14 +20,22 @@ import attention  # noqa: E402
 import harness  # noqa: E402
 import host_time  # noqa: E402
 import loss  # noqa: E402
+import nccl_alone  # noqa: E402
 from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
+
+from megatron_burst import BurstConfig  # noqa: E402
+from megatron_burst.attention import preparing  # noqa: E402
+from megatron_burst.tools.one_rank import EmptyKernel, OneRank, context_of  # noqa: E402
+from megatron_burst.tools.one_rank import Sizes as OneSizes  # noqa: E402
+from megatron_burst.transport.comm import Communicator, Posted  # noqa: E402
+from megatron_burst.transport.lowered import Batch  # noqa: E402
 
 RECORDS = {  # not measured again
     "scripts/bench/results/cpu_loss_once.md",
     "scripts/bench/results/cpu_gradient_return.md",
     "scripts/bench/results/cpu_end_to_end.md",
     "scripts/bench/results/cpu_tiles.md",
-    *(f"scripts/bench/results/h200_{name}.md" for name in ("first_run", "loss", "nccl", "recompute")),
+    *(f"scripts/bench/results/h200_{n}.md" for n in ("first_run", "loss", "nccl", "recompute")),
 }
 
 type Rows = list[dict[str, str]]
@@ -308,3 +316,29 @@ def test_a_step_that_fails_does_not_stop_the_rest(
     assert all_steps.main(["--only", "second"]) == 0
     with pytest.raises(SystemExit):
         all_steps.main(["--only", "third"])
+
+
+def test_what_a_rank_sends_itself_is_as_much_as_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else NCCL waited for ever, as it would for a mesh's messages."""
+    posted: list[Batch] = []
+
+    def start(self: Any, batch: Batch, own: Any, memory: torch.Tensor) -> Posted:
+        posted.append(batch)
+        return Posted(batch, (), (), None)
+
+    monkeypatch.setattr(Communicator, "start", start)
+    monkeypatch.setattr(preparing, "select_kernel", lambda *_: EmptyKernel())
+    monkeypatch.setattr(preparing, "log_choice", lambda *_: None)
+
+    def passes(ranks: int, settings: Any) -> None:
+        config = BurstConfig(**settings)
+        nodes = [rank // nccl_alone.NODE for rank in range(ranks)]
+        carried = nccl_alone.ToItself([0] * ranks, {}, 1.0)
+        tensors = OneSizes(16, 4, 4, 8).draw("cpu", torch.float32)
+        OneRank(context_of(ranks // 2, nodes, config, carried), tensors).backward()
+
+    for ranks, settings, *_ in nccl_alone.RINGS:
+        passes(ranks, settings)
+    assert posted
+    with pytest.raises(ValueError, match="receives .* bytes, sends"):
+        passes(8, {"topology": "mesh"})

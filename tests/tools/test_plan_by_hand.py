@@ -131,8 +131,8 @@ def memory(name: str) -> dict[str, float]:
 
     Weights and gradients have 2 bytes, optimizer states 12 of the numbers that a rank owns of its
     data- and context-parallel ranks; each recomputed layer keeps its input. The layer at work has
-    five tensors as wide as that, q, k, v and the output, and inside the MLP 5 of its width: gate and
-    up, 2, their gradient, 2, and that of their product, 1, where SwiGLU is one kernel.
+    five tensors as wide as that, q, k, v and the output, and inside the MLP 5 of its width: gate
+    and up, 2, their gradient, 2, and that of their product, 1, where SwiGLU is one kernel.
     """
     model, _, gpus, tensor, context, pipeline, expert, tokens = SETTINGS[name]
     n, ends = tokens // context, model.vocabulary * model.hidden * (2 if pipeline == 1 else 1)
