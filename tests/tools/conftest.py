@@ -24,3 +24,4 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> None:
 def megatron(detached: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Megatron take context parallelism, and put back what the doctor attaches."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -241,6 +241,17 @@ def test_a_variable_that_megatron_refuses_is_dropped(
     assert found.change.of_command(found.asked)[0] == "torchrun"
 
 
+def test_segments_that_expand_are_asked_for(
+    megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody has said what torch's memory does, or Megatron would refuse them."""
+    name, other = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    monkeypatch.delenv(name)
+    assert pasted.change(read(WHOLE)).environment == {name: "expandable_segments:True"}
+    for words in (f"{other}=x:1 {WHOLE}", f"{name}=x:1 {WHOLE}", f"{WHOLE} --use-nccl-ub"):
+        assert not pasted.change(read(words)).environment, words
+
+
 def test_without_megatron_the_rest_is_answered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

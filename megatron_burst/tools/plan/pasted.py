@@ -10,6 +10,7 @@ from typing import Any
 from megatron_burst.config import Algorithm
 from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, LaunchLine, Target, split
 from megatron_burst.tools.flags import Flags, arguments, parsed, whole
+from megatron_burst.tools.flags import variables as usual_variables
 from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.advice import savings_that_fit
 from megatron_burst.tools.plan.cluster import Cluster
@@ -185,14 +186,21 @@ def change(asked: Pasted) -> Change:
 
 
 def variables(asked: Pasted, flags: Flags) -> dict[str, str | None]:
-    """Return the variable that Megatron refuses to start with, or without, on flags."""
-    is_one = {**os.environ, **asked.line.environment}.get(_CONNECTIONS) == "1"
-    if flags.get("use-megatron-fsdp") or flags.get("use-torch-fsdp2"):
-        return {_CONNECTIONS: None} if is_one else {}
+    """Return what Megatron refuses to start with, or without, on flags, and what memory wants."""
+    there = {**os.environ, **asked.line.environment}
+    usual = usual_variables([name for name, value in flags.items() if value])
+    found: dict[str, str | None] = {
+        name: value
+        for name, value in usual.items()
+        if name != _CONNECTIONS and not {name, "PYTORCH_ALLOC_CONF"} & there.keys()
+    }
+    is_one = there.get(_CONNECTIONS) == "1"
+    if _CONNECTIONS not in usual:
+        return found | ({_CONNECTIONS: None} if is_one else {})
     target, sizes = asked.target, ("tensor-model-parallel-size", "context-parallel-size")
     is_older = target.device.type == "cuda" and (target.capability or (0, 0)) < (10, 0)
     wants_one = is_older and any(whole(flags, name) > 1 for name in sizes)
-    return {_CONNECTIONS: "1"} if wants_one and not is_one else {}
+    return ({_CONNECTIONS: "1"} if wants_one and not is_one else {}) | found
 
 
 def without_theirs(flags: Flags) -> dict[str, Any]:
