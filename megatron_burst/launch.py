@@ -15,6 +15,11 @@ from megatron_burst.transport import failure
 
 logger = logging.getLogger(__name__)
 
+_SEGMENTS = (
+    "PYTORCH_CUDA_ALLOC_CONF is not set: with expandable_segments:True, which goes with all but "
+    "CUDA graphs and --use-nccl-ub, less of the GPU is reserved for nothing"
+)
+
 
 @contextmanager
 def started(*, own_entry: bool = False) -> Iterator[None]:
@@ -51,6 +56,8 @@ def start(*, own_entry: bool = False) -> None:
         logger.info("megatron-core %s in %s", version, compat.megatron_folder())
         if on_cpu:
             cpu_platform.activate()
+        elif not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+            logger.info(_SEGMENTS)
         if wanted:
             from megatron_burst.plugin import (
                 attachment_points,

@@ -90,3 +90,19 @@ def test_a_launcher_ends_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr("megatron.training.training.get_model")
     with pytest.raises(SystemExit, match=r"(?s)megatron-core 0.*get_model is missing"):
         launch.start(own_entry=True)
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_gpus_memory_without_settings_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str | None
+) -> None:
+    for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, "x:1")
+    monkeypatch.setattr(launch, "_show_our_log", lambda: None)
+    monkeypatch.setattr(launch.cpu_platform, "cpu_platform_wanted", lambda: False)
+    monkeypatch.delattr("megatron.training.training.get_model")
+    with caplog.at_level("INFO", "megatron_burst"), pytest.raises(SystemExit):
+        launch.start(own_entry=True)
+    assert ("expandable_segments:True" in caplog.text) == (name is None)
