@@ -122,6 +122,10 @@ def model_of(given: Flags) -> Model:
         ranks = {"query": number("q-lora-rank", 0), "kv": number("kv-lora-rank", 32)}
         latents = Latents(**ranks, rope=number("qk-pos-emb-head-dim", 64))
     matrices = 3 if given.get("swiglu") else 2  # of an MLP
+    scans = partial(shapes_of, lambda name, default: number(name.replace("_", "-"), default))
+    mamba, delta = scans().values()  # of whole layers
+    # As Megatron counts: the delta rule has four products of a head's state with a vector.
+    of_delta = 8 * delta.out * number("linear-value-head-dim", 128)
     return Model(
         layers=count["*"],
         hidden=hidden,
@@ -135,12 +139,14 @@ def model_of(given: Flags) -> Model:
         tied=not given.get("untie-embeddings-and-output-weights"),
         mtp=mtp,
         kinds=kinds,
-        scans=shapes_of(lambda name, default: number(name.replace("_", "-"), default), tensor),
+        scans=scans(tensor),
         others={
             "mlp": _mlp(count["-"], matrices, hidden, ffn),
             "experts": _experts(number, count["E"], matrices, hidden, ffn),
-            "mamba": _mamba(number, count["M"], hidden),
-            "delta": _delta(number, count["G"], hidden),
+            "mamba": _recurrent(count["M"], hidden, mamba, 7 * mamba.state),
+            "delta": _recurrent(
+                count["G"], hidden, delta, 2 * delta.width * delta.convolved + of_delta
+            ),
             "mtp": Part(mtp, 2 * hidden**2, 2 * hidden**2, 3 * hidden),
         },
     )
@@ -195,25 +201,6 @@ def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int) -> P
     )
 
 
-def _mamba(number: Any, count: int, hidden: int) -> Part:
-    """Scan FLOPs are those that Megatron counts: 7 times the inner size times that of the state."""
-    state, head_dim = number("mamba-state-dim", 128), number("mamba-head-dim", 64)
-    heads = number("mamba-num-heads", 2 * hidden // head_dim)
-    inner, groups = heads * head_dim, number("mamba-num-groups", 8)
-    projected = 2 * inner + 2 * groups * state + heads
-    return _recurrent(count, hidden, projected, inner, scan_flops=7 * inner * state)
-
-
-def _delta(number: Any, count: int, hidden: int) -> Part:
-    """The delta rule has, as Megatron counts, four products of a head's state with a vector."""
-    keys = number("linear-num-key-heads", 16) * number("linear-key-head-dim", 128)
-    heads, dim = number("linear-num-value-heads", 32), number("linear-value-head-dim", 128)
-    inner = heads * dim
-    scan = 2 * number("linear-conv-kernel-dim", 4) * (2 * keys + inner) + 8 * inner * dim
-    return _recurrent(count, hidden, 2 * keys + 2 * inner + 2 * heads, inner, scan)
-
-
-def _recurrent(count: int, hidden: int, projected: int, inner: int, scan_flops: int) -> Part:
-    """The first product makes `projected` numbers of a token, the last one takes `inner`."""
-    products, made = hidden * (projected + inner), projected + inner
-    return Part(count, products, products, 3 * hidden + 2 * made, scan_flops)
+def _recurrent(count: int, hidden: int, scan: ScanShape, scan_flops: int) -> Part:
+    made = scan.projected + scan.out
+    return Part(count, hidden * made, hidden * made, 3 * hidden + 2 * made, scan_flops)

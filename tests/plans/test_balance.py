@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.config import BurstConfig
-from megatron_burst.plans.balance.balanced import BOUND, balanced, imbalance, pays
+from megatron_burst.plans.balance.balanced import BOUND, balanced, imbalance
 from megatron_burst.plans.balance.dealing import Way, deal
 from megatron_burst.plans.balance.document_work import DocumentWork
 from megatron_burst.plans.choice.cost import Shape
@@ -195,14 +195,7 @@ def test_what_zigzag_balances_stays_zigzag() -> None:
     for mask in (Mask.causal(), Mask.causal(window=3), Mask.full(documents=(0, 32, 64))):
         found = balanced(mask, 64, "aabb")
         assert found.layout == zigzag(64, 4) and found.imbalance <= BOUND
-        assert not pays(mask, 64, 4)
     assert balanced(Mask.causal(documents=(0, 1, 8)), 8, "a").layout == zigzag(8, 1)
-
-
-def test_it_pays_where_documents_leave_zigzag_uneven() -> None:
-    mask = Mask.causal(documents=(0, 48, 56, 64))
-    assert imbalance(zigzag(64, 4), mask) > BOUND and pays(mask, 64, 4)
-    assert not pays(mask, 64, 1)
 
 
 def test_where_the_bound_is_out_of_reach_the_imbalance_says_so() -> None:

@@ -23,37 +23,28 @@ MIB = 2**20
 H100 = Fabric(nvlinks=18, channels=24, gpus=8, nics=8, nic_rate=45e9)
 A100 = Fabric(nvlinks=12, channels=24, gpus=8, nics=8, nic_rate=22e9)
 A800 = Fabric(nvlinks=8, channels=16, gpus=8, nics=4, nic_rate=22e9)
-OLD, NEW = (2, 28), (2, 29)
 
 
 @pytest.mark.parametrize(
-    ("fabric", "nodes", "ranks", "most", "version", "channels", "a_peer"),
+    ("fabric", "nodes", "ranks", "most", "channels", "a_peer"),
     [
         # In a node: 24 rounded up, two a NVLink are 36 or 24 or 16, and no more than all.
-        (H100, 1, 8, 64, OLD, 32, 32),
-        (H100, 1, 8, 64, NEW, 32, 32),
-        (A100, 1, 8, 64, OLD, 32, 32),
-        (A800, 1, 8, 64, OLD, 16, 16),
-        (H100, 1, 8, 8, OLD, 8, 8),
-        (H100, 1, 8, 10, OLD, 16, 16),  # rounded up behind the limit
+        (H100, 1, 8, 64, 32, 32),
+        (A100, 1, 8, 64, 32, 32),
+        (A800, 1, 8, 64, 16, 16),
+        (H100, 1, 8, 8, 8, 8),
+        (H100, 1, 8, 10, 16, 16),  # rounded up behind the limit
         # Two rings a NIC; a peer of another node has two channels while 2 ranks <= 4 channels.
-        (H100, 2, 8, 64, OLD, 16, 2),
-        (H100, 4, 8, 64, OLD, 16, 2),  # 64 <= 64
-        (H100, 8, 8, 64, OLD, 16, 1),  # 128 > 64
-        (A800, 4, 8, 64, OLD, 8, 1),  # 64 > 32
-        (H100, 2, 8, 4, OLD, 4, 1),  # 32 > 16
-        # Since 2.29 as many as 14 GB/s each need for 45, while 8 ranks to a channel fit.
-        (H100, 2, 8, 64, NEW, 16, 4),  # 4 x 2 <= 16
-        (H100, 8, 8, 64, NEW, 16, 2),  # 4 x 8 > 16, 2 x 8 are not
-        (H100, 32, 8, 64, NEW, 16, 1),
+        (H100, 2, 8, 64, 16, 2),
+        (H100, 4, 8, 64, 16, 2),  # 64 <= 64
+        (H100, 8, 8, 64, 16, 1),  # 128 > 64
+        (A800, 4, 8, 64, 8, 1),  # 64 > 32
+        (H100, 2, 8, 4, 4, 1),  # 32 > 16
         # One rank a node: one NIC, whose rings are two where it has 25 GB/s.
-        (H100, 8, 1, 64, OLD, 4, 2),  # 16 <= 16
-        (H100, 9, 1, 64, OLD, 4, 1),
-        (H100, 8, 1, 64, NEW, 4, 4),
-        (H100, 9, 1, 64, NEW, 4, 2),  # 4 x 2 > 4
-        (A100, 4, 1, 64, OLD, 2, 2),  # 8 <= 8
-        (A100, 8, 1, 64, NEW, 2, 2),
-        (A800, 2, 1, 64, OLD, 2, 2),  # half a NIC is one
+        (H100, 8, 1, 64, 4, 2),  # 16 <= 16
+        (H100, 9, 1, 64, 4, 1),
+        (A100, 4, 1, 64, 2, 2),  # 8 <= 8
+        (A800, 2, 1, 64, 2, 2),  # half a NIC is one
     ],
 )
 def test_channels_of_a_communicator_and_of_a_peer(
@@ -61,11 +52,10 @@ def test_channels_of_a_communicator_and_of_a_peer(
     nodes: int,
     ranks: int,
     most: int,
-    version: tuple[int, int],
     channels: int,
     a_peer: int,
 ) -> None:
-    found = communicator(fabric, nodes, ranks, most, version)
+    found = communicator(fabric, nodes, ranks, most)
     assert found == (nodes, nodes * ranks, channels, a_peer)
 
 
@@ -83,8 +73,8 @@ def test_channels_of_a_communicator_and_of_a_peer(
             {MIB: 1, 16 * MIB: 1, 16 * MIB + 1: 2, 32 * MIB + 1: 4, 64 * MIB + 1: 8, 2**30: 8},
         ),
         (communicator(H100, 1, 2, 8), {2**16: 1, 2**18: 4, 64 * MIB: 4, 64 * MIB + 1: 8}),
-        # Between nodes doubled beyond 128 KiB: 4 channels over 8 ranks are one at first.
-        (communicator(H100, 8, 1, 64, NEW), {2**17: 1, 2**17 + 1: 2, 2**18 + 1: 4, 2**30: 4}),
+        # Between nodes doubled beyond 128 KiB: 2 channels a peer over 8 ranks are one at first.
+        (communicator(H100, 8, 1, 64), {2**17: 1, 2**17 + 1: 2, 2**30: 2}),
         (communicator(H100, 8, 8, 64), {MIB: 1, 2**30: 1}),
     ],
 )

@@ -1,4 +1,4 @@
-"""A layout made for the documents of a batch: equal tokens, equal work; and whether it pays."""
+"""A layout made for the documents of a batch: equal tokens, equal work."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from operator import attrgetter
@@ -102,11 +102,6 @@ def _bytes(layout: Layout, mask: Mask, nodes: Sequence[Hashable], queries_a_key:
     grid, _ = choose_grid(config.shape_of_rings, nodes)
     choice = choose(config, Tiling(layout, mask), grid, shape, nodes)
     return sum(offers[0].cost.bottleneck for offers in (choice.forward, choice.backward))
-
-
-def pays(mask: Mask, tokens: int, ranks: int) -> bool:
-    """Whether there are documents, and zigzag leaves a rank with more than `BOUND` of the mean."""
-    return mask.documents is not None and imbalance(zigzag(tokens, ranks), mask) > BOUND
 
 
 def imbalance(layout: Layout, mask: Mask) -> float:

@@ -26,4 +26,4 @@ def run(args: argparse.Namespace) -> int:
     command = [site.python_of_training(), *node.command(args, output, more)]
     if args.dry_run:
         return subprocess.call(command)
-    return run_logged([("this machine", command)], output, by_input=True)
+    return run_logged([("this machine", command)], output)

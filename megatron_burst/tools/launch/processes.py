@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megatron_burst.tools.launch import guard
 
@@ -97,10 +98,8 @@ def supervise(
     commands: Commands,
     signals: Signals,
     *,
-    by_input: bool = False,
     output: int | None = None,
     environment: Mapping[str, str] | None = None,
-    log: Reader | None = None,
 ) -> int:
     """Run commands to their ends; return the status of the first that failed (128 + a signal).
 
@@ -112,50 +111,31 @@ def supervise(
     Args:
         commands: and the names of where they run.
         signals: what this process is told; it is passed on.
-        by_input: whether they are told by the end of their input instead of SIGTERM. It is a pipe
-            that only this process writes to, so it ends with this process, however that ends, and
-            they need no guard of ours: they look after what they start.
         output: the descriptor for what they print; by default they share this process's.
         environment: by default this process's.
-        log: what reads the output, kept alive meanwhile.
     """
     if signals.ended:
         return TERMINATED
-    if by_input:
-        running = _start(commands, subprocess.PIPE, output, environment)
-        return _wait(running, signals, [log] if log else [], output)
     mark = str(uuid.uuid4())
     guarding = Reader(sys.executable, "-IS", guard.__file__, f"{MARK}={mark}", output=output)
     try:
         marked = {**(environment or os.environ), MARK: mark}
-        running = _start(commands, subprocess.DEVNULL, output, marked)
-        return _wait(running, signals, [guarding, *([log] if log else [])], output)
+        return _run(commands, signals, guarding, subprocess.DEVNULL, output, marked)
     finally:
         guarding.end()
 
 
-def _start(
-    commands: Commands, given: int, output: int | None, environment: Mapping[str, str] | None
-) -> dict[subprocess.Popen[bytes], str]:
-    return {
-        subprocess.Popen(
-            command,
-            stdin=given,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-        ): name
-        for name, command in commands
-    }
-
-
-def _wait(
-    running: dict[subprocess.Popen[bytes], str],
+def _run(
+    commands: Commands,
     signals: Signals,
-    readers: Sequence[Reader],
+    reader: Reader,  # kept alive meanwhile
+    given: int,  # their input
     output: int | None,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
+    streams: dict[str, Any] = {"stdin": given, "stdout": output, "stderr": output}
+    streams |= {"env": environment, "start_new_session": True}
+    running = {subprocess.Popen(command, **streams): name for name, command in commands}
     failed, told, several = 0, 0.0, len(running) > 1
     while running:
         for process in [one for one in running if one.poll() is not None]:
@@ -171,8 +151,7 @@ def _wait(
         elif told and time.monotonic() > told + PATIENCE_SECONDS:
             for process in running:
                 process.kill()
-        for reader in readers:
-            reader.keep()
+        reader.keep()
         time.sleep(POLL_SECONDS)
     return failed
 
@@ -185,15 +164,17 @@ def say(text: str, *, who: str = "launch", output: int | None = None) -> None:
             os.write(where, f"{who}: {text}\n".encode())
 
 
-def run_logged(commands: Commands, directory: Path, *, by_input: bool) -> int:
+def run_logged(commands: Commands, directory: Path) -> int:
     """Supervise commands and return the status, which goes to directory/status, too.
 
-    What they print is shown, as long as somebody reads it, and added to directory/log.txt.
+    What they print is shown, as long as somebody reads it, and added to directory/log.txt. They are
+    told to end by the end of their input: a pipe that only this process writes to, so it ends with
+    this process, however that ends. They look after what they start, and need no guard of ours.
     """
     signals = Signals()
     # Not this process, so that what they print while they end is kept if this one is killed.
     log = Reader("tee", "-aip", "--", str(directory / "log.txt"))
-    status = supervise(commands, signals, by_input=by_input, output=log.pipe, log=log)
+    status = _run(commands, signals, log, subprocess.PIPE, log.pipe)
     deadline = time.monotonic() + GRACE_SECONDS
     log.end(lambda: signals.ended and time.monotonic() > deadline)
     (directory / "status").write_text(f"{status}\n")

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(*(shlex.join(command) for _, command in commands), sep="\n")
         return 0
-    return run_logged(commands, output, by_input=True)
+    return run_logged(commands, output)
 
 
 def hosts_of(args: argparse.Namespace) -> list[str]:

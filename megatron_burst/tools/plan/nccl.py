@@ -1,6 +1,7 @@
 """NCCL's point-to-point messages: channels, thread blocks and buffers, as its sources choose them.
 
-Of 2.27.7, 2.28.9, 2.29.7 and 2.30.7 on GPUs that reach each other by NVLink through switches, with
+As 2.28 does, which torch 2.11 has (from 2.29 on a peer on another node may have more channels); of
+2.27.7, 2.28.9, 2.29.7 and 2.30.7 on GPUs that reach each other by NVLink through switches, with
 GPUDirect RDMA and none of NCCL's environment variables. By the names of its sources: graph/paths.cc
 has the channels of a peer, graph/connect.cc those of a communicator, enqueue.cc those of a message,
 init.cc the sizes of chunks and buffers, transport/p2p.cc and net.cc who allocates them.
@@ -12,15 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = (2, 28)
-"""That of torch 2.11; from 2.29 on a peer on another node may have more channels."""
-_NIC_CHANNEL = 14e9  # bytes/s that NCCL counts on of a channel between nodes, since 2.29
 _MIB = 2**20
 # A channel from a peer of the node has buffers of three protocols, 4 + 4.69 + .5 MiB, one to it a
 # page; both are made of 2 MiB each. (Ampere has 6 on either side.)
 _RECEIVING, _SENDING = 10 * _MIB, 2 * _MIB
 _POOL = 16 * 2**17  # of a channel between nodes, each way, whoever the peers are
-_AT_ONCE = 8  # messages that a channel works on at a time
 _FAST = 25e9  # bytes/s of a NIC that has two rings
 
 
@@ -84,13 +81,7 @@ class Communicator(NamedTuple):
         return found + pools * self.channels * _POOL
 
 
-def communicator(
-    fabric: Fabric,
-    nodes: int,
-    local_ranks: int,
-    max_ctas: int,
-    version: tuple[int, int] = VERSION,
-) -> Communicator:
+def communicator(fabric: Fabric, nodes: int, local_ranks: int, max_ctas: int) -> Communicator:
     """Return that of a group with so many ranks on each of so many nodes.
 
     Counts of channels are rounded up to powers of two. A peer has two channels a NVLink; one on
@@ -101,16 +92,9 @@ def communicator(
     channels, near = _power_of_two(found), 2 * fabric.nvlinks
     if nodes == 1:
         return Communicator(1, ranks, channels, min(_power_of_two(near), channels))
-    if version < (2, 29):
-        far = 2 if 2 * ranks <= 4 * found else 1
-    else:
-        far = max(2, -int(-fabric.nic_rate // _NIC_CHANNEL))
+    far = 2 if 2 * ranks <= 4 * found else 1
     a_peer = _power_of_two(min(near, far) if local_ranks > 1 else far)
-    if version < (2, 29):
-        a_peer = min(a_peer, channels)
-    while version >= (2, 29) and a_peer > 1 and a_peer * -(-ranks // _AT_ONCE) > channels:
-        a_peer //= 2
-    return Communicator(nodes, ranks, channels, a_peer)
+    return Communicator(nodes, ranks, channels, min(a_peer, channels))
 
 
 def _power_of_two(count: int) -> int:
