@@ -15,8 +15,8 @@ DOCUMENTS = "--dataloader-inter-document-masking"
 # Megatron takes tokens from one place: any of these takes that of a run's mock data.
 _DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-path"}
 _FSDP = {"use-megatron-fsdp", "use-torch-fsdp2"}
-# Megatron refuses expandable segments beside these, some of them unless more is set.
-_FIXED_SEGMENTS = {"use-nccl-ub", "cuda-graph-impl", "enable-cuda-graph", "external-cuda-graph"}
+# Beside these and CUDA graphs Megatron refuses expandable segments, or wants more to be set.
+_FIXED_SEGMENTS = {"use-nccl-ub", "enable-cuda-graph", "external-cuda-graph"}
 # Flags of one's own before which those of a run give way.
 _REPLACED = {
     "accumulate-allreduce-grads-in-fp32": ("grad-reduce-in-bf16",),
@@ -28,22 +28,30 @@ _REPLACED = {
 
 
 def parsed(words: Sequence[str]) -> dict[str, Any]:
-    """Undo `arguments`: values stay strings, several are a list; a flag without one is True.
+    """Undo `arguments`.
 
     Raises:
         ValueError: a word that belongs to no flag, or flags are in a file.
+    """
+    if words and not words[0].startswith("--"):
+        raise ValueError(f"{words[0]} belongs to no flag")
+    if "yaml-cfg" in (found := flags_in(words)):
+        raise ValueError("--yaml-cfg is not read here: pass what the file says as flags")
+    return found
+
+
+def flags_in(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of a command; what stands before the first belongs to none.
+
+    Values stay strings, several are a list; a flag without one is True.
     """
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
             found[name] = [value] if value else []
-        elif not found:
-            raise ValueError(f"{word} belongs to no flag")
-        else:
+        elif found:
             found[name].append(word)
-    if "yaml-cfg" in found:
-        raise ValueError("--yaml-cfg is not read here: pass what the file says as flags")
     return {
         name: True if not values else values[0] if len(values) == 1 else values
         for name, values in found.items()
@@ -64,20 +72,21 @@ def names(words: Sequence[str]) -> set[str]:
     return {word.removeprefix("--").partition("=")[0] for word in words}
 
 
-def variables(given: Collection[str]) -> dict[str, str]:
-    """Return what the environment of a training on GPUs with these flags should say."""
-    found, given = dict[str, str](), set(given)
+def variables(flags: Flags, there: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what the environment of a training on GPUs should say, and does not in `there`."""
+    found, given, there = dict[str, str](), kept(flags), there or {}
     # One queue to the GPU, so that a message starts before the computation that hides it. Before
     # Blackwell Megatron asserts it under tensor or context parallelism, its layers advise it under
     # sequence parallelism on any GPU, and under FSDP it is refused.
-    if not given & _FSDP:
+    if not _FSDP & given.keys():
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     # Tensors of many sizes, as documents and chunks are, leave holes in segments of a fixed size:
-    # an eighth to a third of what was allocated (scripts/bench/results/h200_first_run.md).
-    # This is the name that Megatron looks at.
-    if not given & _FIXED_SEGMENTS:
+    # 11 to 30 % of what was allocated (scripts/bench/results/h200_first_run.md). This is the name
+    # that Megatron looks at.
+    captures = given.get("cuda-graph-impl", "none") != "none" or _FIXED_SEGMENTS & given.keys()
+    if not (captures or there.get("PYTORCH_ALLOC_CONF")):
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return found
+    return {name: value for name, value in found.items() if not there.get(name)}
 
 
 def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Part:
     experts: int = 1  # of a layer
     chosen: int = 1  # of them, for each token
     of_experts: int = 0  # of the parameters, those that expert parallelism shares out
+    at_work: float = 7 / 3  # numbers that live in its backward, over those that it saves within
 
     @property
     def forward_flops(self) -> int:
@@ -122,6 +123,10 @@ def model_of(given: Flags) -> Model:
         ranks = {"query": number("q-lora-rank", 0), "kv": number("kv-lora-rank", 32)}
         latents = Latents(**ranks, rope=number("qk-pos-emb-head-dim", 64))
     matrices = 3 if given.get("swiglu") else 2  # of an MLP
+    eager = "no-bias-swiglu-fusion" if matrices == 3 else "no-bias-gelu-fusion"
+    # Between its products: what the first made and its gradient, and the gradient of what follows;
+    # where nothing compiles what is between them, as much again as the first made.
+    at_work = 7 / 3 if given.get(eager) else 5 / 3
     scans = partial(shapes_of, lambda name, default: number(name.replace("_", "-"), default))
     mamba, delta = scans().values()  # of whole layers
     # As Megatron counts: the delta rule has four products of a head's state with a vector.
@@ -141,8 +146,8 @@ def model_of(given: Flags) -> Model:
         kinds=kinds,
         scans=scans(tensor),
         others={
-            "mlp": _mlp(count["-"], matrices, hidden, ffn),
-            "experts": _experts(number, count["E"], matrices, hidden, ffn),
+            "mlp": _mlp(count["-"], matrices, hidden, ffn, at_work),
+            "experts": _experts(number, count["E"], matrices, hidden, ffn, at_work),
             "mamba": _recurrent(count["M"], hidden, mamba, 7 * mamba.state),
             "delta": _recurrent(
                 count["G"], hidden, delta, 2 * delta.width * delta.convolved + of_delta
@@ -174,19 +179,19 @@ def _kinds(given: Flags) -> tuple[str, int]:
     return pattern + mtp * pattern[-2:], mtp  # MTP's heads are as the last layer
 
 
-def _mlp(count: int, matrices: int, hidden: int, ffn: int) -> Part:
+def _mlp(count: int, matrices: int, hidden: int, ffn: int, at_work: float) -> Part:
     """It saves its norm and sum, its first product, what the activation makes of it."""
     parameters = matrices * hidden * ffn
-    return Part(count, parameters, parameters, 2 * hidden + matrices * ffn)
+    return Part(count, parameters, parameters, 2 * hidden + matrices * ffn, at_work=at_work)
 
 
-def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int) -> Part:
+def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int, at_work: float) -> Part:
     if not count:
         return Part(0, 0, 0, 0)
     experts, chosen = number("num-experts", 1), number("moe-router-topk", 2)
     ffn = number("moe-ffn-hidden-size", ffn)
     shared = number("moe-shared-expert-intermediate-size", 0)  # the MLP of all tokens beside them
-    met = _mlp(count, matrices, hidden, chosen * ffn + shared)
+    met = _mlp(count, matrices, hidden, chosen * ffn + shared, at_work)
     moved = 2 * chosen * hidden  # to the experts and back
     router, of_experts = hidden * experts, experts * matrices * hidden * ffn
     return Part(
@@ -198,6 +203,7 @@ def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int) -> P
         experts=experts,
         chosen=chosen,
         of_experts=of_experts,
+        at_work=at_work,
     )
 
 

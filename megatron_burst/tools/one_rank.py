@@ -122,10 +122,8 @@ class EmptyKernel:
         """Return (dq, dk, dv)."""
         (batch, queries, heads, dim), kv_heads = tile.q.shape, tile.k.shape[2]
         rows = batch * queries * workspace_bytes(heads, kv_heads, dim)
-        workspace, q, k, v = (
-            tile.q.new_empty(rows, dtype=torch.uint8),
-            *map(torch.empty_like, tile.qkv),
-        )
+        workspace = tile.q.new_empty(rows, dtype=torch.uint8)
+        q, k, v = map(torch.empty_like, tile.qkv)
         del workspace
         return q, k, v
 

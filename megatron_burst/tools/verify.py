@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -52,9 +53,12 @@ def main(argv: list[str]) -> int:
     args.dtype = args.dtype or usual_dtypes(device)
     _refuse_too_much(args, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    rows, problems = _check_all(_cases(args), device)
+    shows = ranks == 1 or dist.get_rank() == 0
+    if ranks == 1:
+        print("verify: one rank: its kernel is looked at, no ring", file=sys.stderr, flush=True)
+    rows, problems = _check_all(_cases(args), device, shows=shows and not args.json)
     right = "all is right" if ranks > 1 else _ONE_RANK
-    if ranks == 1 or dist.get_rank() == 0:
+    if shows:
         if args.json:
             found = {case: {n: asdict(f) for n, f in row.items()} for case, row in rows.items()}
             print(json.dumps({"ranks": ranks, "results": found, "problems": problems}, indent=2))
@@ -72,12 +76,14 @@ def usual_dtypes(device: torch.device) -> list[str]:
 
 
 def _check_all(
-    cases: Iterable[Case], device: torch.device
+    cases: Iterable[Case], device: torch.device, *, shows: bool
 ) -> tuple[dict[str, dict[str, Finding]], list[str]]:
-    """Return the worst findings of every case, and what is wrong."""
+    """Return the worst findings of every case, and what is wrong; show which one is at work."""
     contexts: dict[BurstConfig, BurstContext] = {}
     rows, problems = {}, []
     for case in cases:
+        if shows:
+            print(f"  ... {case}", file=sys.stderr, flush=True)
         try:
             if case.config not in contexts:
                 contexts[case.config] = BurstContext.create(case.config)

@@ -36,7 +36,7 @@ def loaded() -> tuple[int, ...]:
     built = torch.cuda.nccl.version()
     number = ctypes.c_int()
     try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
     except OSError:  # it is a part of torch
         return built
     return number.value // 10000, number.value // 100 % 100, number.value % 100

@@ -112,8 +112,8 @@ def test_a_chunk_equals_float64(
     logits = InTorch(exact.weight, 3, given.call, slopes=False)._logits(exact.logits)
     best = logits.gather(1, fused[1][:, None])[:, 0]
     assert close(best, expected[0][0], expected[0][0].abs() + 1)
-    # The oracle's own rounding: its 1 - tanh² is 0 where a cap flattens a logit out. Where it nearly
-    # does, ours is exp of -10, whose argument's rounding alone is 10 * 2**-24.
+    # The oracle's own rounding: its 1 - tanh² is 0 where a cap flattens a logit out. Where it
+    # nearly does, ours is exp of -10, whose argument's rounding alone is 10 * 2**-24.
     largest = 2 * expected[2].abs().amax(1, keepdim=True) + 2**-52 / CLOSE
     if dtype == F32:
         assert close(fused[2], expected[2], largest)

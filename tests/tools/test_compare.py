@@ -444,7 +444,8 @@ def test_the_toy_trains_every_variant_that_can_run(
         if row["name"] != "CP=1 megatron":
             sent, exposed = row["bytes_sent_per_rank_per_step"], row["exposed"]
             assert exposed["bytes_sent"] == pytest.approx(sent, rel=0.2)
-            assert 0 <= exposed["hidden"] <= 1 and exposed["share"] < 1
+            assert exposed["share"] < 1 and (exposed["hidden"] is None) == (sent == 0)
+            assert 0 <= (exposed["hidden"] or 0) <= 1
 
 
 @pytest.mark.slow

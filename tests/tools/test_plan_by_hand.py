@@ -157,6 +157,16 @@ def memory(name: str) -> dict[str, float]:
     }
 
 
+def test_an_activation_that_nothing_compiles_leaves_more_alive(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Twice the width of a SwiGLU, once more what its product made: 2 bytes each."""
+    model, _, _, _, context, _, _, tokens = SETTINGS["llama3_8b 128k"]
+    rows = [planned("llama3_8b 128k", capsys, more) for more in ("", "--no-bias-swiglu-fusion")]
+    usual, eager = (row["memory_parts"]["layer"] for row in rows)
+    assert eager - usual == 2 * 2 * model.ffn * tokens // context
+
+
 def loss(name: str) -> float:
     """GiB, in even chunks within 5 GiB (configs/runs.toml), by docs/design/loss.md.
 

@@ -248,8 +248,39 @@ def test_segments_that_expand_are_asked_for(
     name, other = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     monkeypatch.delenv(name)
     assert pasted.change(read(WHOLE)).environment == {name: "expandable_segments:True"}
-    for words in (f"{other}=x:1 {WHOLE}", f"{name}=x:1 {WHOLE}", f"{WHOLE} --use-nccl-ub"):
+    none = pasted.change(read(f"{WHOLE} --cuda-graph-impl none"))
+    assert name in none.environment
+    refused = "--use-nccl-ub", "--cuda-graph-impl local"
+    for words in (
+        *(f"{each}=x:1 {WHOLE}" for each in (other, name)),
+        *(f"{WHOLE} {x}" for x in refused),
+    ):
         assert not pasted.change(read(words)).environment, words
+
+
+@pytest.mark.parametrize("before", ["", "srun --nodes 8 ", "docker run --gpus all IMAGE ", "A=1 "])
+def test_variables_stand_before_what_reads_them(
+    megatron: None, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """A container and a job on other nodes do not have those of this shell."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    asked = read(f"{before}{WHOLE.removeprefix('CUDA_DEVICE_MAX_CONNECTIONS=1 ')}")
+    words = shlex.join(pasted.change(asked).of_command(asked))
+    needs_env = "env " * (before not in ("", "A=1 "))
+    whole = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert words.startswith(f"{before}{needs_env}"), words
+    assert words.index(whole) < words.index("torchrun") and words.count(whole) == 1
+
+
+def test_a_command_of_ours_is_told_the_allocators_variable_alone(
+    megatron: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    ours = "--context-parallel-algo burst --lm-head-loss chunked"
+    found = answer.answer(read(f"{TORCHRUN} -m megatron_burst.pretrain_gpt {MODEL} {ours}"))
+    text = "\n".join(found.lines())
+    assert "\nenvironment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" in f"{text}\n"
+    assert "it has our flags" in text and "the command with our flags" not in text
 
 
 def test_without_megatron_the_rest_is_answered(

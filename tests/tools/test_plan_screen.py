@@ -118,8 +118,13 @@ def test_a_way_has_the_name_that_megatron_gives_it() -> None:
     assert names["allgather"] == "all_gather"
     rings = [e for e in found if "ring flat" in (e.name, *e.twins)]
     assert {(e.load.head_parallel, e.cp_comm_type) for e in rings} >= {(1, "p2p"), (4, "a2a+p2p")}
-    (whole,) = (e for e in found if "ulysses" in (e.name, *e.twins) and e.fraction == "0")
-    assert whole.cp_comm_type == "a2a" and at_its_sizes(whole, P2P).cp_comm_type == "p2p"
+    for ranks, name in ((8, "a2a"), (16, "")):  # which copies no KV heads, of which there are 8
+        (whole,) = (
+            each
+            for each in ranked(ranks, ranks)
+            if "ulysses" in (each.name, *each.twins) and each.fraction == "0"
+        )
+        assert whole.cp_comm_type == name and at_its_sizes(whole, P2P).cp_comm_type == "p2p"
 
 
 def test_ties_are_broken_by_the_default_then_by_what_is_needed(on_64: list[Candidate]) -> None:
@@ -164,7 +169,7 @@ def test_the_last_line_compares_with_megatrons_ways(
     narrow = ranked(8, 8, burst_grad_dtype="model")
     assert "do not divide" not in screen.against(narrow[0], narrow[0]), "ulysses takes no dtype"
     uneven = ranked(64, 64)[0]
-    assert "against a2a: its heads do not divide over" in screen.against(uneven, uneven)
+    assert "against a2a: its KV heads do not divide over" in screen.against(uneven, uneven)
     alone = "plan --model toy --cluster cpu --gpus 1 --seq-length 256"
     assert said(alone, capsys).splitlines()[-1].endswith("these sizes have no context parallelism")
 

@@ -310,10 +310,15 @@ def test_the_nccl_that_is_loaded_says_its_version(monkeypatch: pytest.MonkeyPatc
         number._obj.value = 23203
 
     opened = SimpleNamespace(ncclGetVersion=get_version)
-    monkeypatch.setattr(nccl.ctypes, "CDLL", {"libnccl.so.2": opened}.__getitem__)
+
+    def there(name: str, mode: int) -> Any:
+        assert (name, mode) == ("libnccl.so.2", os.RTLD_NOLOAD), "one that nobody uses says nothing"
+        return opened
+
+    monkeypatch.setattr(nccl.ctypes, "CDLL", there)
     assert nccl.loaded() == (2, 32, 3)
 
-    def nothing(_: str) -> None:
+    def nothing(*_: Any) -> None:
         raise OSError
 
     monkeypatch.setattr(nccl.ctypes, "CDLL", nothing)

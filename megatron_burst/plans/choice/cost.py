@@ -150,11 +150,11 @@ def attention_flops(
 
 
 def workspace_bytes(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Return the bytes that an attention kernel's backward needs for a token beside its results.
+    """Return the bytes that an attention kernel's backward needs for a query beside its results.
 
-    Measured on an H200 in bfloat16 (scripts/bench/results/h200_first_run.md): a float32 sum of dQ
-    and, where query heads share K and V, dK and dV of every query head in cuDNN and
-    FlashAttention-2, of which FlashAttention-3 needs half with 8 KV heads of 32.
+    Measured on an H200 in bfloat16 (scripts/bench/results/h200_first_run.md): dQ in float32 and,
+    where query heads share K and V, dK and dV of every query head in cuDNN and FlashAttention-2;
+    FlashAttention-3 needs half as much for these with 8 KV heads of 32.
     """
     return heads * head_dim * (4 + 4 * (kv_heads < heads))
 

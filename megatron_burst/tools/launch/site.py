@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.flags import names, variables
+from megatron_burst.tools.flags import flags_in, variables
 from megatron_burst.tools.launch.processes import say
 from megatron_burst.transport import lock
 
@@ -53,10 +53,8 @@ def load_env() -> None:
 def defaults(flags: Sequence[str]) -> dict[str, str]:
     """Return the settings of a training with these flags of Megatron that the environment lacks."""
     found = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}]: "}
-    found |= variables(names(flags))
-    if "PYTORCH_ALLOC_CONF" in os.environ:  # another name of it
-        found.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-    return {name: value for name, value in found.items() if not os.environ.get(name)}
+    found = {name: value for name, value in found.items() if not os.environ.get(name)}
+    return found | variables(flags_in(flags), os.environ)
 
 
 def network_settings(master: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from megatron_burst.tools.flags import Flags, arguments
 from megatron_burst.tools.plan import screen
 from megatron_burst.tools.plan.advice import nothing_fits
 from megatron_burst.tools.plan.memory import GIB
-from megatron_burst.tools.plan.pasted import Change, Pasted, as_it_stands, change
+from megatron_burst.tools.plan.pasted import CONNECTIONS, Change, Pasted, as_it_stands, change
 from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
 
@@ -93,7 +93,7 @@ class Answer:
         )
         if self.kept:
             yield f"for attention kept, also add: {shlex.join(arguments(_KEPT))}"
-        if self.change.add or self.change.drop or self.change.environment:
+        if self.change.add or self.change.drop or CONNECTIONS in self.change.environment:
             command = screen.wrapped(shlex.join(self.change.of_command(self.asked)))
             yield from ("", "the command with our flags:", command)
         elif isinstance(self.ours, Candidate):

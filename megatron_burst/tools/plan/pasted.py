@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
@@ -27,7 +28,8 @@ _THEIRS = (  # of Megatron's attention and loss, which ours stand in for
 )
 _VOCABULARY = {"GPT2BPETokenizer": 50257}  # of tokenizers that need no file to be known
 _USUAL_VOCABULARY = 128256  # of Llama 3
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_STARTS = re.compile(r"(^|/)(torchrun|python[\d.]*)$")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CAPABILITIES = {"A": (8, 0), "H": (9, 0), "B": (10, 0), "GB": (10, 0)}  # by a GPU's name
 
 
@@ -156,7 +158,11 @@ class Change:
             before[-1:] = ["-m", OUR_RUNNER, line.program]
         before = [word for word in before if word.partition("=")[0] not in self.environment]
         assigned = [f"{name}={v}" for name, v in self.environment.items() if v is not None]
-        return [*assigned, *before, *self.of_words(line.flags)]
+        starts = (i for i, word in enumerate(before) if _STARTS.search(word))
+        at = next(starts, 0)  # behind what starts a container or a job
+        if assigned and not all("=" in word for word in before[:at]):
+            assigned = ["env", *assigned]
+        return [*before[:at], *assigned, *before[at:], *self.of_words(line.flags)]
 
     def of_line(self, line: LaunchLine) -> LaunchLine:
         """Return what the doctor judges of that command."""
@@ -186,21 +192,17 @@ def change(asked: Pasted) -> Change:
 
 
 def variables(asked: Pasted, flags: Flags) -> dict[str, str | None]:
-    """Return what Megatron refuses to start with, or without, on flags, and what memory wants."""
+    """Return the variable that Megatron refuses to start with, or without, and the allocator's."""
     there = {**os.environ, **asked.line.environment}
-    usual = usual_variables([name for name, value in flags.items() if value])
-    found: dict[str, str | None] = {
-        name: value
-        for name, value in usual.items()
-        if name != _CONNECTIONS and not {name, "PYTORCH_ALLOC_CONF"} & there.keys()
-    }
-    is_one = there.get(_CONNECTIONS) == "1"
-    if _CONNECTIONS not in usual:
-        return found | ({_CONNECTIONS: None} if is_one else {})
+    found: dict[str, str | None] = {**usual_variables(flags, there)}
+    found.pop(CONNECTIONS, None)
+    is_one = there.get(CONNECTIONS) == "1"
+    if CONNECTIONS not in usual_variables(flags):
+        return found | ({CONNECTIONS: None} if is_one else {})
     target, sizes = asked.target, ("tensor-model-parallel-size", "context-parallel-size")
     is_older = target.device.type == "cuda" and (target.capability or (0, 0)) < (10, 0)
     wants_one = is_older and any(whole(flags, name) > 1 for name in sizes)
-    return ({_CONNECTIONS: "1"} if wants_one and not is_one else {}) | found
+    return ({CONNECTIONS: "1"} if wants_one and not is_one else {}) | found
 
 
 def without_theirs(flags: Flags) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Candidate:
     def cp_comm_type(self) -> str:
         """Megatron's --cp-comm-type of the same messages; "" if it has none."""
         names, degree = {self.name, *self.twins}, self.load.head_parallel
-        if self.load.context == 1:
+        if self.load.context == 1 or self.load.heads[1] % degree:  # Megatron copies no KV heads
             return ""
         if degree == self.load.context:
             return "a2a"
@@ -120,8 +120,7 @@ class Candidate:
             number, first = f"number of this node, 0 to {nodes - 1}", "host name of node 0"
             where = f'--nnodes {nodes} --node-rank "${{RANK_OF_NODE:?{number}}}"'
             where += f' --master-addr "${{FIRST_NODE:?{first}}}"'
-        given = variables([name for name, value in flags.items() if value is not False])
-        settings = "".join(f"{name}={value} " for name, value in given.items())
+        settings = "".join(f"{name}={value} " for name, value in variables(flags).items())
         return (
             f"{settings}torchrun {where} --nproc-per-node {a_node} "
             f"-m megatron_burst.pretrain {shlex.join(arguments(flags))}"

@@ -226,8 +226,8 @@ def against(first: Candidate, default: Candidate) -> str:
 
 
 def _faster(first: Candidate, default: Candidate, way: Flags) -> str:
-    if way is A2A and first.load.context not in first.load.degrees:
-        return f"its heads do not divide over {first.load.context} ranks"
+    if way is A2A and first.load.heads[1] % first.load.context:
+        return f"its KV heads do not divide over {first.load.context} ranks"
     # Settings that Megatron's attention does not have, taken back.
     bare = {name: False for name in first.flags if name.startswith("burst-")}
     base = at_its_sizes(first, {**bare, **way})

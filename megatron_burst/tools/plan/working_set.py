@@ -5,7 +5,6 @@ from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.workload import Workload
 
 _HIDDEN = 5  # norms' outputs and gradients as wide as the hidden states, beside the layer's input
-_TO_SAVED = 5 / 3  # what an MLP's backward has between its products, compiled, over what it saves
 _SUM_BYTES = 6  # of a weight of an MLP in chunks: its gradients, summed in float32
 _ROTARY_BYTES = 12  # of a number of a head's position embedding
 
@@ -40,7 +39,9 @@ def _inside_others(load: Workload) -> int:
     """Bytes inside the MLP, experts or recurrence that has most."""
     a_token, most = load.local_tokens * load.element_bytes, 0.0
     for name, part in load.model.parts.items():
-        inside = _TO_SAVED * (part.saved - 2 * load.model.hidden + gathered(load, name)) * a_token
+        inside = (
+            part.at_work * (part.saved - 2 * load.model.hidden + gathered(load, name)) * a_token
+        )
         if name == "attention":
             continue
         if name == "experts" and load.gathers_tokens:
