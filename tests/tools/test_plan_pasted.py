@@ -258,7 +258,9 @@ def test_segments_that_expand_are_asked_for(
         assert not pasted.change(read(words)).environment, words
 
 
-@pytest.mark.parametrize("before", ["", "srun --nodes 8 ", "docker run --gpus all IMAGE ", "A=1 "])
+@pytest.mark.parametrize(
+    "before", ["", "srun --nodes 8 ", "docker run --gpus all IMAGE ", "A=1 ", "A=1 srun --nodes 8 "]
+)
 def test_variables_stand_before_what_reads_them(
     megatron: None, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
