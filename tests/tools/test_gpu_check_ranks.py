@@ -100,6 +100,7 @@ def test_one_gpu_says_which_nccl_serves_it(node: Device, monkeypatch: pytest.Mon
     monkeypatch.setattr(ranks, "_launch", launch)
     why, wrong, settings = ranks.check(replace(node, ranks=4))
     said = "left out: 1 GPU cannot show it, 2.28.9 takes no two ranks on one, 2.30.7 does"
+    said += ": LD_PRELOAD its libnccl.so.2"
     assert (why.found, why.passed) == (said, True)
     assert not wrong.passed and wrong.name.startswith("4 ranks over gloo, x: 1 cases")
     assert given.pop()[1][2] == "gloo" and settings.found.startswith("not timed")

@@ -71,7 +71,8 @@ def refusal(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:
     """Say why NCCL does not serve so many ranks on so few GPUs; nothing where it does."""
     version, since = (".".join(map(str, numbers)) for numbers in (nccl, _SHARED_SINCE))
     if nccl < _SHARED_SINCE:
-        return f"{gpus} GPU cannot show it, {version} takes no two ranks on one, {since} does"
+        said = f"{gpus} GPU cannot show it, {version} takes no two ranks on one, {since} does"
+        return f"{said}: LD_PRELOAD its libnccl.so.2"
     return f"NCCL {version} takes two ranks on a GPU" if ranks > 2 * gpus else ""
 
 
