@@ -35,7 +35,10 @@ RECORDS = {  # not measured again
     "scripts/bench/results/cpu_gradient_return.md",
     "scripts/bench/results/cpu_end_to_end.md",
     "scripts/bench/results/cpu_tiles.md",
-    *(f"scripts/bench/results/h200_{n}.md" for n in ("first_run", "loss", "nccl", "recompute")),
+    *(
+        f"scripts/bench/results/h200_{n}.md"
+        for n in ("first_run", "gpu_check", "loss", "nccl", "recompute")
+    ),
 }
 
 type Rows = list[dict[str, str]]
