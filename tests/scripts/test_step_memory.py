@@ -1,4 +1,4 @@
-"""What lives in a training step, rung by rung, does not grow. (few fast, all slow)
+"""What lives in a training step, rung by rung, does not grow. (one fast, all slow)
 
 An 8B-shaped model, a rank of eight, 131072 tokens, in units of its hidden states, 1 GiB.
 """
@@ -28,7 +28,7 @@ def said(row: int) -> list[str]:
     return [cell.strip("*") for cell in ROWS[row][1 : 1 + len(PHASES)]]
 
 
-@pytest.mark.parametrize("rung", [0, 4])
+@pytest.mark.parametrize("rung", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_the_peaks_are_those_on_the_page(rung: int) -> None:
     assert peaks(savings=frozenset(SAVINGS[:rung])) == said(rung)
 
@@ -50,7 +50,8 @@ def test_the_peaks_of_every_rung(rung: int) -> None:
     test_the_peaks_are_those_on_the_page(rung)
 
 
-@pytest.mark.parametrize(("rung", "share"), [(0, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rung", "share"), [(0, 1), (2, 0)])
 def test_what_a_layer_more_adds(rung: int, share: int) -> None:
     """Its input, unless that is in the host's memory."""
     found, more = shares(Settings(savings=frozenset(SAVINGS[:rung])))

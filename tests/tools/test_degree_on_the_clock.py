@@ -35,7 +35,7 @@ CLUSTERS = {
 HEADS = ((32, 32), (32, 8), (32, 4), (8, 1))  # of a rank
 TOKENS = (1024, 4096, 16384, 65536)
 PLACES = ((2, 2), (8, 8), (4, 2), (8, 1), (32, 8), (64, 8))
-FAST = {("H100", (8, 8)), ("A100 over PCIe", (4, 2)), ("H100, 25 Gbit/s", (32, 8))}
+FAST = {("H100", (8, 8)), ("A100 over PCIe", (4, 2)), ("H100, 25 Gbit/s", (8, 1))}
 NEAR = 1.02
 FLAT = {"H100 over Ethernet": 1.1}
 """Where a node has one NIC, a flat ring, which leaves it once, may be faster than a double one."""
