@@ -167,6 +167,22 @@ def test_an_activation_that_nothing_compiles_leaves_more_alive(
     assert eager - usual == 2 * 2 * model.ffn * tokens // context
 
 
+def test_a_rank_alone_has_no_sums_of_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    """One tile's dQ, dK and dV are the results, in 2 bytes, of K's and V's half as much again.
+
+    Beside them 4 tensors as wide as the hidden states, q, k, v and the output, a kernel's workspace
+    of 8 bytes a number of q, and rotary embeddings of 12 a number of a head.
+    """
+    asked = (
+        "plan --model llama3_8b --cluster h100 --gpus 1 --seq-length 131072 --json --fractions 1"
+    )
+    assert main([*asked.split(), "--", "--mlp-chunks", "auto", "--recompute-offload"]) == 1
+    (row, *_) = json.loads(capsys.readouterr().out)
+    q, kv = 4096, 2 * 8 * 128
+    a_token = 2 * (4 * 4096 + q + kv + q) + 2 * (q + 1.5 * kv) + 8 * q + 12 * 128
+    assert row["memory_parts"]["layer"] == pytest.approx(131072 * a_token, rel=1e-3)
+
+
 def loss(name: str) -> float:
     """GiB, in even chunks within 5 GiB (configs/runs.toml), by docs/design/loss.md.
 

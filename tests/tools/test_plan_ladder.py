@@ -82,6 +82,19 @@ def test_tensor_parallel_steps_are_within_5_per_cent_of_the_count(case: tuple[in
     assert found.inputs + max(found.layer, found.loss) == pytest.approx(counted, rel=0.05)
 
 
+@pytest.mark.slow
+def test_a_rank_alone_is_within_5_per_cent_of_the_count() -> None:
+    pytest.importorskip("megatron.core.models.gpt")
+    from step_memory import SAVINGS, Settings, measure
+
+    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1}
+    flags = given("llama3_8b", num_layers=2, lm_head_memory_mb=512, **sizes)
+    _, asked = list(savings.rungs(flags))[3]
+    found = memory.predict(workload_of(ladder.sized(asked, 131072), H100, 1))
+    step = Settings(2, 131072, 1, savings=frozenset(SAVINGS[:3]))
+    assert found.inputs + found.layer == pytest.approx(measure(step).peak, rel=0.05)
+
+
 def test_the_table_is_read_on_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan --model llama3_8b --cluster h100 --gpus 8 --ladder".split()) == 0
     table, _, command = capsys.readouterr().out.partition(" on every node:\n")

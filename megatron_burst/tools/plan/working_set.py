@@ -58,7 +58,7 @@ def gathered(load: Workload, name: str) -> int:
 
 
 def _attention(load: Workload) -> int:
-    """The buffers of its plan, float32 sums of dQ, dK and dV, a kernel's results and workspace.
+    """The buffers of its plan, tiles' sums of dQ, dK and dV, a kernel's results and workspace.
 
     Of a chunk of heads; where there are several, the gradients of all, and half of a chunk's dO.
     """
@@ -67,7 +67,10 @@ def _attention(load: Workload) -> int:
     buffers = max(sum(map(sizes.__getitem__, each)) for each in timing.buffers(load.ring))
     queries = shape.query_heads * shape.head_dim
     keys = shape.kv_heads * (shape.head_dim + shape.value_head_dim)
-    of_sums = 4 * (queries + keys)
+    is_one_tile = len(load.ring.nodes) == 1 and not (
+        load.documents or load.config.cuts_for_recompute
+    )
+    of_sums = 0 if is_one_tile else 4 * (queries + keys)
     of_tile = shape.element_bytes * (queries + 1.5 * keys)
     of_tile += workspace_bytes(shape.query_heads, shape.kv_heads, shape.head_dim)
     found = load.cluster.working_set * (buffers + shape.tokens * (of_sums + of_tile))
