@@ -14,7 +14,6 @@ Topology = StrEnum("Topology", "AUTO FLAT DOUBLE MESH")
 GradDtype = StrEnum("GradDtype", "AUTO FLOAT32 MODEL")
 Mla = StrEnum("Mla", "AUTO LATENT HEADS")
 LmHeadLoss = StrEnum("LmHeadLoss", "MEGATRON CHUNKED")
-Check = StrEnum("Check", "OFF NAN REFERENCE")
 
 
 class LayoutName(StrEnum):
@@ -157,20 +156,6 @@ class BurstConfig:
     is repeated), 0.5 a quarter of a causal sequence's work and half of the messages. It is rounded
     to whole chunks; with --burst-layout segmented-zigzag the sequence is cut there, so that every
     rank repeats as much."""
-
-    recompute_offload: bool = field(default=False, metadata={"flag": "--recompute-offload"})
-    """Keep what recompute saves in the host's pinned memory: the inputs of layers under
-    --recompute-granularity full, and the outputs that --recompute-attention-fraction saves. Copies
-    run beside the layers, back one layer ahead; of either at most two layers' are on the GPU."""
-
-    check: Check = Check.OFF
-    """What is looked at to find a fault. off: nothing. nan: NaN and Inf in what attention is given
-    and makes, forward and backward; stops at the first with its layer, rank, pass and tensor. Every
-    look waits for the device. reference: the first micro-batch of a training, beside the unsharded
-    reference that every rank computes in float64 without our rings: in every layer output,
-    log-sum-exp and gradients, and the positions of the tokens. Prints the errors beside what is
-    allowed and stops on a difference; the first step takes much longer, the later ones nothing
-    more."""
 
     timeout_seconds: float = field(default=600.0, metadata={"flag": None})
     """How long a message may take before the rank gives up with an error that names the step, the

@@ -40,8 +40,6 @@ def test_flags_agree_with_the_fields() -> None:
         "grad_dtype": "--burst-grad-dtype",
         "mla": "--burst-mla",
         "recompute_fraction": "--recompute-attention-fraction",
-        "recompute_offload": "--recompute-offload",
-        "check": "--burst-check",
     }
     assert names == FLAGS
     assert list(fields) == [n for n in fields if n in without_a_flag or n in names]
@@ -59,7 +57,6 @@ def test_flags_offer_what_is_built() -> None:
         "layout": ("auto", "zigzag", "segmented-zigzag", "balanced", "contiguous"),
         "grad_dtype": ("auto", "float32", "model"),
         "mla": ("auto", "latent", "heads"),
-        "check": ("off", "nan", "reference"),
     }
 
 

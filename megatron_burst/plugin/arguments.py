@@ -8,14 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_burst.config import (
-    Algorithm,
-    BurstConfig,
-    Check,
-    Refused,
-    Topology,
-    refuse,
-)
+from megatron_burst.config import Algorithm, BurstConfig, Refused, Topology, refuse
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.plans.choice.head_chunks import check_head_chunks
 from megatron_burst.plans.choice.head_parallel import kv_head_copies
@@ -28,6 +21,7 @@ from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.plugin.limits import MEGATRON
 from megatron_burst.plugin.refusals import ranks_refusal, refusals, refuse_all
 from megatron_burst.plugin.settings import Settings, read_settings
+from megatron_burst.plugin.training_config import Check
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +156,9 @@ def _configure_attention(
         _check_hierarchy,
         _check_head_parallelism,
         _check_recompute,
-        _check_run,
     ):
         refused.by(check, args, config)
+    refused.by(_check_run, args)
     if hasattr(args, "fallback_to_eager_attn") and args.transformer_impl == "local":  # dev
         refused.by(_check_local_layers, args)
         args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
@@ -180,12 +174,12 @@ def _check_local_layers(args: argparse.Namespace) -> None:
     )
 
 
-def _check_run(args: argparse.Namespace, config: BurstConfig) -> None:
+def _check_run(args: argparse.Namespace) -> None:
     """A dynamic loss scale, and a profiler, that would not go well with the run."""
     refuse(
         (
-            config.check is Check.NAN and args.fp16 and args.loss_scale is None,
-            f"--burst-check {config.check}: the dynamic loss scale of --fp16 makes Inf on purpose: "
+            args.burst_check == Check.NAN and args.fp16 and args.loss_scale is None,
+            f"--burst-check {Check.NAN}: the dynamic loss scale of --fp16 makes Inf on purpose: "
             "add --loss-scale N, or take --bf16",
         ),
         (
@@ -231,7 +225,7 @@ def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
     if config.recompute_fraction is None:
         refuse(
             (
-                config.recompute_offload and args.recompute_granularity != "full",
+                args.recompute_offload and args.recompute_granularity != "full",
                 "--recompute-offload has no effect where Megatron recomputes no whole layers: add "
                 f"{_FULL}, or drop it",
             )

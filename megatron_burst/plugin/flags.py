@@ -13,7 +13,7 @@ from megatron_burst.config import (
     flag_name,
     members,
 )
-from megatron_burst.plugin.training_config import FileConfig, MlpConfig
+from megatron_burst.plugin.training_config import FileConfig, LayerConfig, MlpConfig
 
 
 class Flag(NamedTuple):
@@ -56,9 +56,15 @@ def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
     )
 
 
+def attention_flags() -> tuple[Flag, ...]:
+    """Return the flags that have no effect without our attention."""
+    return (*flags(), *flags(LayerConfig))
+
+
 def all_flags() -> tuple[Flag, ...]:
     """Return every flag of the group "burst", those of attention first."""
-    return (*flags(), *flags(LmHeadConfig), *flags(MlpConfig), *flags(FileConfig))
+    others = LmHeadConfig, MlpConfig, FileConfig
+    return (*attention_flags(), *(flag for config in others for flag in flags(config)))
 
 
 def _type(spec: dataclasses.Field[Any]) -> type:

@@ -14,7 +14,7 @@ from megatron_burst.config import (
     Refused,
     refuse,
 )
-from megatron_burst.plugin.flags import flags
+from megatron_burst.plugin.flags import attention_flags, flags
 from megatron_burst.plugin.limits import LATENT_LIMITS, MEGATRON, MLP_LIMITS, MLP_WORKING
 from megatron_burst.plugin.refusals import (
     broken_limits,
@@ -23,7 +23,7 @@ from megatron_burst.plugin.refusals import (
     refuse_all,
     sharding_refusals,
 )
-from megatron_burst.plugin.training_config import FileChecks, FileConfig, MlpConfig
+from megatron_burst.plugin.training_config import FileChecks, FileConfig, LayerConfig, MlpConfig
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     """What a model is to have of us; each part is None where it stays Megatron's."""
 
     attention: BurstConfig | None
+    layers: LayerConfig | None  # those with our attention
     head: LmHeadConfig | None
     mlp: MlpConfig | None
     has_documents: bool  # packed sequences, --sft among them
@@ -67,6 +68,7 @@ def read_settings(args: argparse.Namespace, refused: Refused) -> Settings:
     """Read parsed arguments; a part that is refused is None, with the reasons in `refused`."""
     settings = Settings(
         refused.by(burst_config_from_args, args),
+        refused.by(layer_config_from_args, args),
         refused.by(lm_head_config_from_args, args),
         refused.by(mlp_config_from_args, args),
         documents_flag(args) is not None,
@@ -95,14 +97,20 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     if values["algorithm"] != MEGATRON:
         config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
         return _with_heads_at_home(args, _with_sendable_latents(args, config))
+    given = {**values, **_values(args, LayerConfig)}
     idle = [
-        f"{flag.name} {values[flag.field]}"
-        for flag in flags()
-        if flag.field != "algorithm" and str(values[flag.field]) != str(flag.default)
+        f"{flag.name} {given[flag.field]}"
+        for flag in attention_flags()
+        if flag.field != "algorithm" and str(given[flag.field]) != str(flag.default)
     ]
     text = f"has no effect under --context-parallel-algo {MEGATRON}"
     refuse((bool(idle), f"{', '.join(idle)} {text}; add --context-parallel-algo burst"))
     return None
+
+
+def layer_config_from_args(args: argparse.Namespace) -> LayerConfig:
+    """Return what layers with our attention do beside it; ValueError for an unknown value."""
+    return LayerConfig(**_values(args, LayerConfig))
 
 
 def _with_sendable_latents(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:

@@ -6,7 +6,34 @@ from typing import ClassVar
 
 from megatron_burst.config import positive, refuse, settle_enums, size_or_auto
 
+Check = StrEnum("Check", "OFF NAN REFERENCE")
 FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerConfig:
+    """Settings of the layers that have our attention, of which it knows nothing; each is a flag.
+
+    Raises:
+        ValueError: a value is unknown.
+    """
+
+    recompute_offload: bool = field(default=False, metadata={"flag": "--recompute-offload"})
+    """Keep what recompute saves in the host's pinned memory: the inputs of layers under
+    --recompute-granularity full, and the outputs that --recompute-attention-fraction saves. Copies
+    run beside the layers, back one layer ahead; of either at most two layers' are on the GPU."""
+
+    check: Check = Check.OFF
+    """What is looked at to find a fault. off: nothing. nan: NaN and Inf in what attention is given
+    and makes, forward and backward; stops at the first with its layer, rank, pass and tensor. Every
+    look waits for the device. reference: the first micro-batch of a training, beside the unsharded
+    reference that every rank computes in float64 without our rings: in every layer output,
+    log-sum-exp and gradients, and the positions of the tokens. Prints the errors beside what is
+    allowed and stops on a difference; the first step takes much longer, the later ones nothing
+    more."""
+
+    def __post_init__(self) -> None:
+        settle_enums(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.local_layers import block_spec
-from megatron_burst.plugin.training_config import MlpConfig
+from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.one_rank import EmptyKernel, Silence, context_of
 
 SAVINGS = "chunked_loss", "offload", "mlp", "head_chunks"  # in the order of the ladder
@@ -75,8 +75,9 @@ def model_of(settings: Settings) -> Any:
         asked = BurstConfig(head_chunks=settings.head_chunks)
         chunks = choose_head_chunks(asked, settings.tokens, *heads)
     config = _config(settings)
-    shared = SharedState(BurstConfig(head_chunks=chunks, recompute_offload=has("offload")))
-    shared.contexts = _Silent(shared.config, None, shared.masks)
+    layers = LayerConfig(recompute_offload=has("offload"))
+    shared = SharedState(BurstConfig(head_chunks=chunks), layers=layers)
+    shared.contexts = _Silent(shared.config, layers, None, shared.masks)
     shared.contexts.context = _context(settings, shared.config)
     spec = burst_layer_spec(get_gpt_layer_local_spec(normalization="RMSNorm"), shared)
     model = GPTModel(

@@ -32,7 +32,7 @@ _FIGURES = {
 }
 _CHANGES = (  # of a workload, by the names of its fields
     *("window", "recompute", "zero3", "gradient_bytes", "fp8"),
-    *("offload", "offload_inputs", "mlp_chunks", "sequences", "micro"),
+    *("offload", "recompute_offload", "mlp_chunks", "sequences", "micro"),
     *("pipeline", "virtual", "expert", "expert_tensor", "hides_experts"),
 )
 _BURST = {"cluster": "a800", "zero3": True, "gradient_bytes": 2, "recompute": True}

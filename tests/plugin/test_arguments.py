@@ -283,8 +283,9 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
             "--burst-head-parallel-size 2 has no effect under --context-parallel-algo allgather",
         ),
         (
-            "--burst-head-parallel-size 2",
-            "--burst-head-parallel-size 2 has no effect under --context-parallel-algo megatron",
+            "--burst-mla heads --burst-check nan --recompute-offload",
+            "--burst-mla heads, --recompute-offload True, --burst-check nan has no effect under "
+            "--context-parallel-algo megatron",
         ),
         (
             BURST + "--burst-ranks-per-node 0",

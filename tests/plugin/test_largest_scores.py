@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plugin.training_config import LayerConfig
 from megatron_burst.reference.dense import Visibility
 from tests import oracle
 from tests.workers import Team, WorkerPool
@@ -138,6 +139,6 @@ def test_megatrons_optimizer_clips_by_it() -> None:
 
 
 def test_the_check_beside_the_reference_is_refused() -> None:
-    shared = SharedState(BurstConfig(check="reference"))
+    shared = SharedState(BurstConfig(), layers=LayerConfig(check="reference"))
     with pytest.raises(ValueError, match="qk_clip = True: --burst-check reference looks past it"):
         build(shared=shared, config={"qk_clip": True})

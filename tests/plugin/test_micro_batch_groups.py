@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.visibility.layout import zigzag_of_each
+from megatron_burst.plugin.training_config import LayerConfig
 from tests import oracle
 from tests.workers import Team, WorkerPool
 
@@ -185,8 +186,26 @@ def test_the_check_beside_the_reference_knows_one_group(workers: WorkerPool) -> 
         assert "--burst-check reference knows no cp_group but the model's own" in said
 
 
+def test_ranks_that_would_check_different_things_stop_before_the_first_layer(
+    workers: WorkerPool,
+) -> None:
+    for said in workers.run(2, _unlike):
+        assert "disagree on what layers do beside attention" in said
+        assert "<Check.OFF: 'off'>" in said and "<Check.NAN: 'nan'>" in said
+
+
+def _unlike(team: Team) -> str:
+    layers = LayerConfig(check=("off", "nan")[team.rank])
+    with pytest.raises(ValueError) as error:
+        build(
+            shared=SharedState(BurstConfig(), layers=layers),
+            pg_collection=SimpleNamespace(cp=team.group),
+        )
+    return str(error.value)
+
+
 def _checked(team: Team) -> str:
-    shared = SharedState(BurstConfig(check="reference"))
+    shared = SharedState(BurstConfig(), layers=LayerConfig(check="reference"))
     own = team.context(shared.config)
     same = PackedSeqParams(cp_group=team.group, local_cp_size=2)
     assert shared.contexts.of_micro_batch(same, own) is own

@@ -19,6 +19,7 @@ from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     with_nan_check,
 )
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
+from megatron_burst.plugin.training_config import LayerConfig  # noqa: E402
 from tests.plugin.test_layer_spec import build  # noqa: E402
 
 HUGE = 1e30  # finite, and its square is not
@@ -109,7 +110,7 @@ def test_tensors_without_gradients_are_looked_at_in_forward() -> None:
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_flag_decides_what_a_layer_calls(wanted: bool) -> None:
-    shared = SharedState(BurstConfig(check="nan" if wanted else "off"))
+    shared = SharedState(BurstConfig(), layers=LayerConfig(check="nan" if wanted else "off"))
     module = build(shared=shared, layer_number=7)
     assert (module._attend is ring_attention) == (not wanted)
     q, k, v = (torch.randn(8, 1, 4, 8) for _ in range(3))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.config import LmHeadConfig, LmHeadLoss
-from megatron_burst.plugin.training_config import MlpConfig
+from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.one_rank import Silence, context_of
 
 pytest.importorskip("megatron.core.models.gpt")
@@ -42,7 +42,7 @@ from megatron_burst.transport.host import HostMemory, PinnedBuffers  # noqa: E40
 
 TOKENS, VOCABULARY, LAYERS = 48, 96, 3
 HEAD = LmHeadConfig(loss=LmHeadLoss.CHUNKED, chunk_size=10)
-SAVING = BurstConfig(head_chunks=2, recompute_offload=True, recompute_fraction=0.5)
+SAVING = BurstConfig(head_chunks=2, recompute_fraction=0.5)
 
 
 class Alone(Contexts):
@@ -88,8 +88,8 @@ def transformer(**more: Any) -> TransformerConfig:
 def model_of(kind: str, *, saves: bool) -> Any:
     torch.manual_seed(5)
     config = SAVING if saves else BurstConfig(head_chunks=1)
-    shared = SharedState(config)
-    shared.contexts = Alone(config, None, shared.masks)
+    shared = SharedState(config, layers=LayerConfig(recompute_offload=saves))
+    shared.contexts = Alone(config, shared.layers, None, shared.masks)
     shared.contexts.context = context_of(0, [0], config, Silence(1))
     full: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
     settings = full | {"recompute_num_layers": 2 if kind == "hybrid" else 1} if saves else {}

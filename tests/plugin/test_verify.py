@@ -21,6 +21,7 @@ from megatron_burst import BurstConfig
 from megatron_burst.attention.sums import Sums
 from megatron_burst.plans.choice.head_parallel import HeadGroups
 from megatron_burst.plans.visibility.layout import zigzag
+from megatron_burst.plugin.training_config import LayerConfig
 from megatron_burst.transport.comm import Transfers
 from tests.attention import faults
 from tests.workers import Team, WorkerPool
@@ -45,8 +46,8 @@ class Layers:
     """Two layers of attention, one on top of the other; the second sees a window."""
 
     def __init__(self, team: Team | None, dtype: torch.dtype, **config: Any) -> None:
-        self.settings = BurstConfig(check="reference", **config)
-        self.shared = SharedState(self.settings)
+        self.settings = BurstConfig(**config)
+        self.shared = SharedState(self.settings, layers=LayerConfig(check="reference"))
         group = None
         if team is not None:
             group, context = team.group, team.context(self.settings)
@@ -312,8 +313,8 @@ class Pool:
     """As much of the shared state as the hooks need, for a rank of several."""
 
     def __init__(self, rank: int, ranks: int, layout: str = "zigzag") -> None:
-        config = BurstConfig(check="reference", layout=layout)
-        self.verification = SharedState(config).verification
+        config = BurstConfig(layout=layout)
+        self.verification = SharedState(config, layers=LayerConfig(check="reference")).verification
         context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
         context.group = GroupOf(rank, ranks)
         context.layout = lambda tokens: zigzag(tokens, ranks)

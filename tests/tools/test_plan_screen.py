@@ -143,7 +143,7 @@ def test_ties_are_broken_by_the_default_then_by_what_is_needed(on_64: list[Candi
     assert in_order([fast, fewer]) == [fewer, fast]
     hidden = timed(third, 1.01, sent=fast.time.attention.sent, sums=1e9)
     assert in_order([fast, hidden]) == [hidden, fast]
-    offered = replace(fast, load=replace(fast.load, offload_inputs=True))
+    offered = replace(fast, load=replace(fast.load, recompute_offload=True))
     assert offered.host_bytes and in_order([offered, fast]) == [fast, offered]
     alone = timed(offered, 1.0, sent=0)  # on fewer ranks, whose inputs have to leave the GPU
     assert in_order([alone, fast]) == [fast, alone]

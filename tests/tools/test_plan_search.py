@@ -186,7 +186,7 @@ def test_what_saves_memory_or_time_does() -> None:
     two = replace(base, micro=2, sequences=16)
     attention = [sum(p.seconds for p in timing.attention_passes(x)) for x in (base, two)]
     assert attention[1] == pytest.approx(2 * attention[0], rel=0.01)
-    hosted = replace(base, offload_inputs=True)
+    hosted = replace(base, recompute_offload=True)
     assert memory.predict(hosted).inputs < memory.predict(base).inputs
     apart = load_of("llama3_8b", 8, tensor_model_parallel_size=2)
     together = load_of("llama3_8b", 8, tensor_model_parallel_size=2, sequence_parallel=True)

@@ -169,7 +169,7 @@ def test_memory_is_counted_part_by_part() -> None:
     halved = replace(load, offload=0.5)
     assert memory.predict(halved).optimizer == found.optimizer // 2
     assert memory.host_bytes(halved) == 4 * 16 * parameters // 4 // 2
-    hosted = replace(load, offload_inputs=True, cluster=cluster(host_memory=1.0))
+    hosted = replace(load, recompute_offload=True, cluster=cluster(host_memory=1.0))
     assert memory.host_bytes(hosted) == 4 * TOKENS * 32 * 2 and memory.lacks(hosted) == "host"
 
 
@@ -408,7 +408,7 @@ def test_what_a_run_says_can_be_taken_back() -> None:
 def test_a_search_leaves_alone_what_is_taken_back() -> None:
     words = "--model llama3_8b --cluster h100 --gpus 8 --seq-length 1048576 --search --"
     machine, wish = CONFIGS.cluster("h100"), Wish([0])
-    assert search(asked(f"{words} --bf16"), machine, 8, wish, 1)[0].load.offload_inputs
+    assert search(asked(f"{words} --bf16"), machine, 8, wish, 1)[0].load.recompute_offload
     with pytest.raises(ValueError, match="nothing fits"):
         search(asked(f"{words} --no-recompute-offload"), machine, 8, wish, 1)
     short = words.replace("1048576", "16384")

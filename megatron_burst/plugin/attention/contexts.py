@@ -11,11 +11,12 @@ from megatron.core import ModelParallelConfig, parallel_state
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.log import Means
-from megatron_burst.config import BurstConfig, Check
+from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.documents import ranks_of
 from megatron_burst.plugin.attention.masks import Masks
 from megatron_burst.plugin.attention.shapes import shape_of
-from megatron_burst.transport.objects import gather_objects
+from megatron_burst.plugin.training_config import Check, LayerConfig
+from megatron_burst.transport.objects import check_agreement, gather_objects
 
 # Of `parallel_state`: the groups of micro-batches of this rank by their sizes, dev's and others'.
 _BY_SIZE = "_DYNAMIC_DP_CP_GROUPS", "_HYBRID_DP_CP_GROUPS"
@@ -26,12 +27,15 @@ class Contexts:
 
     Args:
         config: the settings.
+        layers: what they do beside attention, on every rank alike.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
         masks: of the model, which every rank has to have alike.
     """
 
-    def __init__(self, config: BurstConfig, tokens: int | None, masks: Masks) -> None:
-        self._config, self._tokens, self._masks = config, tokens, masks
+    def __init__(
+        self, config: BurstConfig, layers: LayerConfig, tokens: int | None, masks: Masks
+    ) -> None:
+        self._config, self._layers, self._tokens, self._masks = config, layers, tokens, masks
         self._made: dict[tuple[int, ...], BurstContext] = {}
         self.bytes_sent_in_evaluation = 0
 
@@ -48,7 +52,7 @@ class Contexts:
         group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         if (ranks := ranks_of(group)) not in self._made:
             is_first = not self._made
-            self._masks.compare(self._config.timeout_seconds)
+            self._compare(group)
             hierarchy = None
             if model.hierarchical_context_parallel_sizes:
                 hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
@@ -58,6 +62,13 @@ class Contexts:
             for other in _groups_of_micro_batches() if is_first else ():
                 self.add(model, other)
         return self._made[ranks]
+
+    def _compare(self, group: dist.ProcessGroup | None) -> None:
+        """Raise a ValueError where ranks would do different things around the same calls."""
+        seconds = self._config.timeout_seconds
+        self._masks.compare(seconds)
+        if group is not None and group.size() > 1:
+            check_agreement(group, "what layers do beside attention", str(self._layers), seconds)
 
     def add(self, model: ModelParallelConfig, group: dist.ProcessGroup) -> None:
         """Make the context of a group that micro-batches may bring, once the model's own is there.
@@ -101,7 +112,7 @@ class Contexts:
             )
         if ranks == ranks_of(own.group):
             return own
-        if self._config.check is Check.REFERENCE:
+        if self._layers.check is Check.REFERENCE:
             raise ValueError(
                 f"--burst-check {Check.REFERENCE} knows no cp_group but the model's own, and "
                 f"packed_seq_params brings ranks {[*ranks]}: drop it"

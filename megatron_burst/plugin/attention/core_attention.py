@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.kv import Latents
-from megatron_burst.config import Check, Mla
+from megatron_burst.config import Mla
 from megatron_burst.plans.visibility.layout import contiguous
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.documents import PackedDocuments
@@ -23,6 +23,7 @@ from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.attention.sink import ModuleWithSink
 from megatron_burst.plugin.attention.verify import LayerCheck
 from megatron_burst.plugin.refusals import refusals, refuse_all
+from megatron_burst.plugin.training_config import Check
 
 _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 
@@ -92,7 +93,7 @@ class BurstCoreAttention(ModuleWithSink):
         if self._shared.verification is not None:
             self._check = LayerCheck(self._shared.verification, name, *given)
             self._attend = self._check
-        if self._shared.config.check is Check.NAN:
+        if self._shared.layers.check is Check.NAN:
             self._attend = with_nan_check(self._attend, name)
 
     def forward(

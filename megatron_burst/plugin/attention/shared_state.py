@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from megatron_burst.config import BurstConfig, Check
+from megatron_burst.config import BurstConfig
 from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
 from megatron_burst.plugin.attention.contexts import Contexts
 from megatron_burst.plugin.attention.documents import PackedDocuments, Reader
 from megatron_burst.plugin.attention.masks import Masks
 from megatron_burst.plugin.attention.recompute import Checkpoints
 from megatron_burst.plugin.attention.verify import Verification
+from megatron_burst.plugin.training_config import Check, LayerConfig
 
 
 class SharedState:
@@ -17,6 +18,7 @@ class SharedState:
     Args:
         config: the settings.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
+        layers: what they do beside attention.
         moves: whether tokens may leave Megatron's zigzag, as they do in micro-batches with
             documents and in other layouts, and where layers with a state pass it.
 
@@ -25,18 +27,23 @@ class SharedState:
     """
 
     def __init__(
-        self, config: BurstConfig, tokens: int | None = None, *, moves: bool = False
+        self,
+        config: BurstConfig,
+        tokens: int | None = None,
+        *,
+        layers: LayerConfig | None = None,
+        moves: bool = False,
     ) -> None:
-        self.config = config
+        self.config, self.layers = config, layers or LayerConfig()
         self.masks = Masks(config.block_mask)
-        self.contexts = Contexts(config, tokens, self.masks)
+        self.contexts = Contexts(config, self.layers, tokens, self.masks)
         # Mamba-2 and gated delta nets on contiguous shards; else Megatron's, in its zigzag.
         self.passes_states = moves or not config.is_zigzag
         self.follows_layout = not self.passes_states
         fraction, self.checkpoints = config.recompute_fraction, None
         if fraction is not None and fraction < 1:
-            self.checkpoints = Checkpoints(fraction, config.recompute_offload)
-        verifies = config.check is Check.REFERENCE
+            self.checkpoints = Checkpoints(fraction, self.layers.recompute_offload)
+        verifies = self.layers.check is Check.REFERENCE
         self.verification = Verification(self.masks.table) if verifies else None
         self.whole = PackedDocuments()  # what a sequence without documents is
         self.read = Reader()

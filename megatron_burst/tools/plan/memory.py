@@ -80,7 +80,7 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     weights, gradients, optimizer, _ = states(load, stage)
     fraction, (heads, _) = load.config.recompute_fraction, load.heads
     saved = 0.0 if fraction is None or not load.recompute else 1 - fraction
-    kept = 0.0 if load.config.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
+    kept = 0.0 if load.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
     logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
     # The last layer's output and its norm, and with the loss's chunks their gradient.
     hidden = (3 if load.chunked_loss else 2) * tokens * model.hidden * e
@@ -111,7 +111,7 @@ def hosted_activations(load: Workload) -> float:
     """Return a micro-batch's bytes on the host: inputs of layers, results that attention saves."""
     model, tokens, fraction = load.model, load.local_tokens, load.config.recompute_fraction
     stored = float(hosted_inputs(load) * load.pipeline)
-    if load.config.recompute_offload and fraction is not None:
+    if load.recompute_offload and fraction is not None:
         a_row = load.heads[0] * (model.value_head_dim * load.element_bytes + 4)
         stored += (1 - fraction) * model.layers * tokens * a_row
     return stored / load.pipeline
@@ -124,7 +124,7 @@ def hosted_parameters(load: Workload) -> float:
 
 def hosted_inputs(load: Workload) -> float:
     """Return a micro-batch's bytes on the host that are inputs of layers."""
-    return _inputs(load) / load.pipeline if load.offload_inputs else 0.0
+    return _inputs(load) / load.pipeline if load.recompute_offload and load.recompute else 0.0
 
 
 def _in_flight(load: Workload, stage: int) -> float:
@@ -142,7 +142,7 @@ def _stored(load: Workload) -> int:
     Attention and the MLP after it are one layer there, other kinds one each.
     """
     model, a_token = load.model, load.local_tokens * load.element_bytes
-    if load.offload_inputs:
+    if load.recompute_offload and load.recompute:
         # The next is on its way when the layer's own attention is over.
         return a_token * model.hidden // (load.tensor if load.sequence_parallel else 1)
     if load.recompute:

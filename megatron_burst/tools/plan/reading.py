@@ -11,7 +11,7 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
-from megatron_burst.plugin.training_config import MlpConfig
+from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.flags import Flags, cut, kept, whole, window_of
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster
@@ -82,13 +82,13 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         tokens=whole(given, "seq-length"),
         sequences=whole(given, "global-batch-size"),
         micro=whole(given, "micro-batch-size"),
-        config=(config := config_of(BurstConfig, given)),
+        config=config_of(BurstConfig, given),
         window=window_of(given),
         documents=_documents(given),
         recompute=granularity == "full",
         selective=_modules(given) if granularity == "selective" else frozenset(),
         chunked_loss=chunking is not None,
-        offload_inputs=config.recompute_offload and granularity == "full",
+        recompute_offload=config_of(LayerConfig, given).recompute_offload,
         mlp_chunks=_mlp_chunks(given),
         replays_mlps=whole(given, "recompute-num-layers") > 1,
         loss_bytes=chunking.peak if chunking else 0,
@@ -108,7 +108,9 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     return load
 
 
-def config_of[T: (BurstConfig, LmHeadConfig, MlpConfig)](config: type[T], given: Flags) -> T:
+def config_of[T: (BurstConfig, LayerConfig, LmHeadConfig, MlpConfig)](
+    config: type[T], given: Flags
+) -> T:
     """Read one of our configurations from the flags, with its defaults where they do not say.
 
     Raises:

@@ -77,7 +77,7 @@ class Workload:
     sharded: bool = True  # the optimizer's states are, by the distributed optimizer
     gradient_bytes: int = 4  # of an element of the gradients that are summed
     offload: float = 0.0  # the share of the optimizer that is in the host's memory
-    offload_inputs: bool = False  # what is stored of recomputed layers is
+    recompute_offload: bool = False  # what is stored of recomputed layers is there, too
     mlp_chunks: int = 1  # pieces of the tokens that the MLP computes one after the other
     replays_mlps: bool = False  # in chunks, because a checkpoint holds more than one layer
     sequence_parallel: bool = True  # norms and sums are spread over the tensor-parallel ranks
@@ -206,7 +206,7 @@ class Workload:
         """
         size, config, shape = self.head_parallel, self.config, self.shape
         if not (config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute):
-            config = replace(config, recompute_fraction=None, recompute_offload=False)
+            config = replace(config, recompute_fraction=None)
         on_a_node = max(1, self.ranks_per_node * self.tensor // self.beside)
         mask = Mask.causal if self.causal else Mask.full
         if (chunks := self.head_chunks) > 1:
