@@ -296,10 +296,14 @@ def test_a_measured_machine_is_a_cluster(
     monkeypatch.setattr(ports_of_here, "network", lambda _: network)
     assert measure.hardware.fastest_ports() == {f"{i}:1": 400.0 for i in range(4)}
     path = tmp_path / "here.toml"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's
     assert main(["plan", "--measure", str(path)]) == 0
     assert f"--cluster {path}" in capsys.readouterr().out
     found = CONFIGS.cluster(str(path))
     assert found.name == "here" and found.forward_rate > 0 and found.host_rate > 0
+    assert found.gpus_per_node == 2 and found.memory == pytest.approx(
+        found.host_memory / 2, rel=0.02
+    )
     assert main(["plan", "--measure", "here"]) == 1
     assert main(["plan", "--measure", str(tmp_path / "none" / "here.toml")]) == 1
     assert "there is no folder" in capsys.readouterr().err
