@@ -4,6 +4,7 @@ Nothing is computed: a stand-in for collectives leaves each under way until it i
 sees what operations do meanwhile.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
 from tests.loss.test_memory import MIB, K, LiveBytes
+from tests.tier import one_in
 
 type Region = tuple[Any, int, int]  # a storage, from where to where
 
@@ -145,8 +147,9 @@ def test_one_gather_serves_gradients_that_the_forward_makes(
     assert seen.sent == 2 * tensors[0].nbytes + 3 * 20 * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limit", [48, 200])
+@pytest.mark.parametrize(
+    ("limit", "dtype"), one_in(3, itertools.product([48, 200], [torch.float32, torch.bfloat16]))
+)
 def test_the_limit_holds_with_all_that_is_gathered(
     monkeypatch: pytest.MonkeyPatch, limit: int, dtype: torch.dtype
 ) -> None:

@@ -1,5 +1,6 @@
 """Scans over contiguous shards equal, in float64, their recurrences step by step. (fast tier)"""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.core.packed_seq_params")
@@ -161,9 +163,9 @@ def loss(x: Tensor, rank: int) -> Tensor:
     return (x * places.sin().view(x[0].shape)).sum()
 
 
-@pytest.mark.parametrize("name", SCANS)
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "bounds", "name"), one_in(3, itertools.product([1, 2, 3, 4], BOUNDS, SCANS))
+)
 def test_shards_equal_the_recurrence(
     workers: WorkerPool, ranks: int, bounds: str, name: str
 ) -> None:

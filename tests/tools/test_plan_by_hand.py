@@ -264,26 +264,18 @@ def computing(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_first_rows_parts_are_those_by_hand(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = planned(name, capsys)
-    for part, gib in memory(name).items():
-        assert row["memory_parts"][part] / GIB == pytest.approx(gib, rel=0.1), part
-    seconds = row["bounds"]["computing"] * row["seconds_a_step"]
-    assert seconds == pytest.approx(computing(name), rel=0.1)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_first_rows_messages_and_step_are_those_by_hand(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_row_is_that_by_hand(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each rank has owned numbers' gradients scattered and weights gathered, 4 bytes of each.
 
     A ring waits up to 5 % of a step for who has most to do, which is not reckoned here.
     """
     model, cluster, gpus, tensor, context, pipeline, _, _ = SETTINGS[name]
     machine, row = Configs.read().cluster(cluster), planned(name, capsys)
+    for part, gib in memory(name).items():
+        assert row["memory_parts"][part] / GIB == pytest.approx(gib, rel=0.1), part
+    seconds = row["bounds"]["computing"] * row["seconds_a_step"]
+    assert seconds == pytest.approx(computing(name), rel=0.1)
+
     assert row["head_parallel_size"] == MESSAGES[name].heads
     assert row["sent_bytes_a_layer"] == pytest.approx(sent(name), rel=1e-3)
     waited = pipeline * waiting(name)

@@ -368,7 +368,7 @@ def test_a_cluster_file_is_read_or_said_what_is_missing(
 ) -> None:
     monkeypatch.setattr(measure, "measured", lambda device: dict.fromkeys(RATES, 1.0))
     text = measure.cluster_file("two words.v2", torch.device("cpu"))
-    assert torch.cuda.is_available() or "# of the host: no GPU is here" in text
+    assert torch.cuda.is_available() or "# a rank's share of the host: no GPU is here" in text
     assert "# made up: 1.5 x linear_tflops" in text
     assert "# NCCL's memory is not counted without nvlinks, channels and channel_gb_s" in text
     (path := tmp_path / "two words.v2.toml").write_text(text)

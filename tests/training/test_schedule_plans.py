@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.tier import slow_if
+from tests.tier import is_thorough, slow_if
 from tests.training.launcher import BURST, LAYERS, Log, outcome, report
 from tests.training.test_attention_features import GDN, MLA
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
-STEPS, MICRO_BATCHES = 4, 4
+STEPS, MICRO_BATCHES = 4 if is_thorough() else 2, 4
 MODEL = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.1 --disable-bias-linear --lr 1e-4 --expert-model-parallel-size 2 "

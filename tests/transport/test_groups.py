@@ -36,6 +36,7 @@ from tests.attention.cases import (
     run_cases,
 )
 from tests.plans.masks import Masking
+from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
 WITHIN = (Channel.READ_WITHIN, Channel.READ_ACROSS, Channel.GRADIENT_WITHIN)
@@ -103,8 +104,10 @@ def in_a_hierarchy(_: Team, config: BurstConfig) -> BurstContext:
 MASKS = [Masking(), Masking(window=5), Masking(documents=(0, 3, 17, 21, 40))]
 
 
-@pytest.mark.parametrize("heads_over", [1, 2])
-@pytest.mark.parametrize("make_context", [every_second, in_a_hierarchy])
+@pytest.mark.parametrize(
+    ("heads_over", "make_context"),
+    one_in(3, itertools.product([1, 2], [every_second, in_a_hierarchy])),
+)
 def test_context_parallelism_across_tensor_parallelism(
     workers: WorkerPool, make_context: MakeContext, heads_over: int
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_burst.tools.launch import guard
 
 MARK = "BURST_MARK"  # in the environment of all that belongs to a job, of each start another
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 60.0  # torchrun kills ranks after 30
 TERMINATED = 128 + signal.SIGTERM
 STANDARD_ERROR = 2
@@ -152,7 +152,8 @@ def _run(
             for process in running:
                 process.kill()
         reader.keep()
-        time.sleep(POLL_SECONDS)
+        if running:
+            time.sleep(POLL_SECONDS)
     return failed
 
 
