@@ -75,15 +75,21 @@ def test_rings_too_long_to_be_timed_take_longer_and_their_all_to_alls_do_not(
         assert choose_degree(AUTO, nodes, shape, machine=machine)[0] == size
 
 
-def test_cpus_count_what_rings_hide_less_than_the_clock_says() -> None:
-    """Between four ranks at 400 Mbit/s rings took 1.23 times as long as Ulysses, not 0.97."""
-    shape, found = Shape(512, 8, 8, 64, 64, 4, 4, sends_raw=True), list[int]()
-    for slowness, kv_heads in ((1.0, 8), (CPU.ring_slowness, 8), (CPU.ring_slowness, 2)):
-        here = CPU.at_pace(1.58, of_memory=1.0)
-        machine = replace(here, nic_rate=48e6, ring_slowness=slowness)
-        given = AUTO, range(4), replace(shape, kv_heads=kv_heads)
-        found.append(choose_degree(*given, machine=machine)[0])
-    assert found == [1, 4, 1]
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "mbit", "pace", "by_the_clock", "chosen"),
+    [
+        (4, 8, 400, 1.58, 1, 4),  # rings took 1.23 times as long as Ulysses, not 0.97
+        (4, 2, 400, 1.58, 1, 1),
+        (8, 2, 200, 0.95, 1, 2),  # a ring of 8 took 1.11 times as long as two of 4, not 0.95
+    ],
+)
+def test_cpus_count_what_rings_hide_less_than_the_clock_says(
+    ranks: int, kv_heads: int, mbit: int, pace: float, by_the_clock: int, chosen: int
+) -> None:
+    shape = Shape(512, 8, kv_heads, 64, 64, 4, 4, sends_raw=True)
+    here = replace(CPU.at_pace(pace, of_memory=1.0), nic_rate=0.96e6 / 8 * mbit)
+    for machine, size in ((replace(here, hop_slowness=0.0), by_the_clock), (here, chosen)):
+        assert choose_degree(AUTO, range(ranks), shape, machine=machine)[0] == size
 
 
 def test_a_host_that_is_slower_than_its_gpu_has_few_hops_and_few_peers() -> None:

@@ -128,7 +128,7 @@ class _Timed:
         links = Links.of(of_rings, self._shape, self._machine, self._beside)
         given = self._config, tiling, grid, self._shape, of_rings
         choice = choose(*given, memory_limit=self._limit, links=links)
-        slower = self._machine.ring_slowness if len(of_rings) > 1 else 1.0
+        slower = 1 + self._machine.hop_slowness * (len(of_rings) - 1)
         return slower * self._with_exchanges([each[:2] for each in choice.times(links)])
 
     def _with_exchanges(self, of_rings: Sequence[tuple[float, float]]) -> float:

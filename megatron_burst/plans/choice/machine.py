@@ -39,7 +39,7 @@ class Machine:
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
     head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
     traffic: float = 1.0  # bytes moved to add results for each that is read and written once
-    ring_slowness: float = 1.0  # of what has rings, over the clock's time: where less is hidden
+    hop_slowness: float = 0.0  # of a ring's time, for each of its hops: where less is hidden
 
     def attention_rate(self, head_dim: float, *, backward: bool) -> float:
         """Return the FLOP/s of attention kernels with heads of a size."""
@@ -107,10 +107,10 @@ CPU = Machine(
     contention=0.0,
     copy_rate=0.34e9,
     step_seconds=2e-3,
-    ring_slowness=1.12,
+    hop_slowness=0.04,
 )
 """A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv, where
-rings, beside Ulysses, take longer than by the clock, on an Intel Xeon 8 to 30 %, on an AMD EPYC
-less: cores and gloo hide less. What 12 % chooses there: scripts/bench/results/cpu_chosen.md."""
+rings take longer than by the clock the more hops they have, beside Ulysses up to 30 %: cores and
+gloo hide less. What 4 % a hop choose there: scripts/bench/results/cpu_chosen.md."""
 CPU_KERNEL_RATE = 31e9
 """FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""
