@@ -1,4 +1,4 @@
-"""What BurstConfig accepts and refuses, and the flags that come from its fields. (fast tier)"""
+"""What attention's settings accept and refuse, and the flags of their fields. (fast tier)"""
 
 import dataclasses
 import itertools
@@ -9,14 +9,18 @@ import pytest
 
 from megatron_burst import BurstConfig
 from megatron_burst.config import LayoutName
-from megatron_burst.plugin.flags import flags
+from megatron_burst.plugin.flags import attention_flags
+from megatron_burst.plugin.training_config import LayerConfig
 
-FLAGS = {flag.field: flag.name for flag in flags()}
-OFFERED = {flag.field: flag.values for flag in flags() if flag.values}
+FLAGS = {flag.field: flag.name for flag in attention_flags()}
+OFFERED = {flag.field: flag.values for flag in attention_flags() if flag.values}
+CONFIGS = {
+    f.name: config for config in (BurstConfig, LayerConfig) for f in dataclasses.fields(config)
+}
 
 
 def test_every_flag_has_a_name_and_help_that_explains_each_value() -> None:
-    for flag in flags():
+    for flag in attention_flags():
         assert flag.name.startswith("--") and "_" not in flag.name
         assert len(flag.help) > 40 and "\n" not in flag.help and "  " not in flag.help
         for value in flag.values:
@@ -24,7 +28,6 @@ def test_every_flag_has_a_name_and_help_that_explains_each_value() -> None:
 
 
 def test_flags_agree_with_the_fields() -> None:
-    fields = {f.name: f for f in dataclasses.fields(BurstConfig)}
     without_a_flag = {"timeout_seconds"}
     names = {
         "algorithm": "--context-parallel-algo",
@@ -40,12 +43,13 @@ def test_flags_agree_with_the_fields() -> None:
         "grad_dtype": "--burst-grad-dtype",
         "mla": "--burst-mla",
         "recompute_fraction": "--recompute-attention-fraction",
+        "recompute_offload": "--recompute-offload",
+        "check": "--burst-check",
     }
     assert names == FLAGS
-    assert list(fields) == [n for n in fields if n in without_a_flag or n in names]
-    assert fields.keys() == names.keys() | without_a_flag
-    for flag in flags():
-        assert flag.default == fields[flag.field].default == getattr(BurstConfig(), flag.field)
+    assert CONFIGS.keys() == names.keys() | without_a_flag
+    for flag in attention_flags():
+        assert flag.default == getattr(CONFIGS[flag.field](), flag.field)
         assert not flag.values or flag.default in flag.values
 
 
@@ -57,18 +61,20 @@ def test_flags_offer_what_is_built() -> None:
         "layout": ("auto", "zigzag", "segmented-zigzag", "balanced", "contiguous"),
         "grad_dtype": ("auto", "float32", "model"),
         "mla": ("auto", "latent", "heads"),
+        "check": ("off", "nan", "reference"),
     }
 
 
 @pytest.mark.parametrize("name", OFFERED)
 def test_values_become_their_enum_and_an_unknown_one_is_refused_with_all(name: str) -> None:
-    enum = get_type_hints(BurstConfig)[name]
+    config = CONFIGS[name]
+    enum = get_type_hints(config)[name]
     for value in OFFERED[name]:
-        found = getattr(BurstConfig(**{name: value}), name)
+        found = getattr(config(**{name: value}), name)
         assert found is enum(value)
-        assert BurstConfig(**{name: found}) == BurstConfig(**{name: value})
+        assert config(**{name: found}) == config(**{name: value})
     with pytest.raises(ValueError) as error:
-        BurstConfig(**{name: "brust"})
+        config(**{name: "brust"})
     assert str(error.value) == f"{FLAGS[name]} brust is unknown; this version has: " + ", ".join(
         enum
     )

@@ -196,7 +196,7 @@ def _make_shared_state(args: argparse.Namespace, settings: Settings) -> SharedSt
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
     moves = states_are_passed(args, config, documents=settings.has_documents)
-    return SharedState(config, settings.tokens, layers=settings.layers, moves=moves)
+    return SharedState(config, settings.tokens, layer_config=settings.layers, moves=moves)
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:
@@ -226,7 +226,7 @@ def _hooks(
             yield documents_must_come
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
-        if shared.layers.recompute_offload:
+        if shared.layer_config.recompute_offload:
             assert settings.tokens is not None
             yield HostRoom(settings.tokens, shared.config.recompute_fraction, optimizer_share(args))
             if args.recompute_granularity == "full":

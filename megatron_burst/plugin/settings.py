@@ -32,7 +32,7 @@ class Settings(NamedTuple):
     """What a model is to have of us; each part is None where it stays Megatron's."""
 
     attention: BurstConfig | None
-    layers: LayerConfig | None  # those with our attention
+    layers: LayerConfig | None  # with our attention
     head: LmHeadConfig | None
     mlp: MlpConfig | None
     has_documents: bool  # packed sequences, --sft among them
@@ -108,8 +108,14 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     return None
 
 
-def layer_config_from_args(args: argparse.Namespace) -> LayerConfig:
-    """Return what layers with our attention do beside it; ValueError for an unknown value."""
+def layer_config_from_args(args: argparse.Namespace) -> LayerConfig | None:
+    """Return what layers with our attention do around it; None for Megatron's own attention.
+
+    Raises:
+        ValueError: a value is unknown.
+    """
+    if args.context_parallel_algo == MEGATRON:
+        return None
     return LayerConfig(**_values(args, LayerConfig))
 
 

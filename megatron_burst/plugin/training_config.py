@@ -12,7 +12,7 @@ FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig:
-    """Settings of the layers that have our attention, of which it knows nothing; each is a flag.
+    """Settings of layers with our attention that attention itself does not read; each is a flag.
 
     Raises:
         ValueError: a value is unknown.

@@ -76,7 +76,7 @@ def model_of(settings: Settings) -> Any:
         chunks = choose_head_chunks(asked, settings.tokens, *heads)
     config = _config(settings)
     layers = LayerConfig(recompute_offload=has("offload"))
-    shared = SharedState(BurstConfig(head_chunks=chunks), layers=layers)
+    shared = SharedState(BurstConfig(head_chunks=chunks), layer_config=layers)
     shared.contexts = _Silent(shared.config, layers, None, shared.masks)
     shared.contexts.context = _context(settings, shared.config)
     spec = burst_layer_spec(get_gpt_layer_local_spec(normalization="RMSNorm"), shared)

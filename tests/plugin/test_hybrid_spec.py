@@ -155,7 +155,7 @@ def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(
     stock = get_gpt_mtp_block_spec(
         transformer, get_gpt_layer_local_spec(), use_transformer_engine=False
     )
-    shared = SharedState(BurstConfig(), layers=LayerConfig(check="nan"))
+    shared = SharedState(BurstConfig(), layer_config=LayerConfig(check="nan"))
     wrapped = attach._with_burst_mtp(lambda config, spec, vp_stage: stock)
     ours, kept = (
         wrapped(SimpleNamespace(transformer_layer_spec=provider), None, vp_stage=None)

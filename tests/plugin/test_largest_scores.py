@@ -139,6 +139,6 @@ def test_megatrons_optimizer_clips_by_it() -> None:
 
 
 def test_the_check_beside_the_reference_is_refused() -> None:
-    shared = SharedState(BurstConfig(), layers=LayerConfig(check="reference"))
+    shared = SharedState(BurstConfig(), layer_config=LayerConfig(check="reference"))
     with pytest.raises(ValueError, match="qk_clip = True: --burst-check reference looks past it"):
         build(shared=shared, config={"qk_clip": True})

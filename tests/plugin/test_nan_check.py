@@ -110,7 +110,7 @@ def test_tensors_without_gradients_are_looked_at_in_forward() -> None:
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_flag_decides_what_a_layer_calls(wanted: bool) -> None:
-    shared = SharedState(BurstConfig(), layers=LayerConfig(check="nan" if wanted else "off"))
+    shared = SharedState(BurstConfig(), layer_config=LayerConfig(check="nan" if wanted else "off"))
     module = build(shared=shared, layer_number=7)
     assert (module._attend is ring_attention) == (not wanted)
     q, k, v = (torch.randn(8, 1, 4, 8) for _ in range(3))

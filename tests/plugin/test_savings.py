@@ -88,8 +88,8 @@ def transformer(**more: Any) -> TransformerConfig:
 def model_of(kind: str, *, saves: bool) -> Any:
     torch.manual_seed(5)
     config = SAVING if saves else BurstConfig(head_chunks=1)
-    shared = SharedState(config, layers=LayerConfig(recompute_offload=saves))
-    shared.contexts = Alone(config, shared.layers, None, shared.masks)
+    shared = SharedState(config, layer_config=LayerConfig(recompute_offload=saves))
+    shared.contexts = Alone(config, shared.layer_config, None, shared.masks)
     shared.contexts.context = context_of(0, [0], config, Silence(1))
     full: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
     settings = full | {"recompute_num_layers": 2 if kind == "hybrid" else 1} if saves else {}

@@ -47,7 +47,7 @@ class Layers:
 
     def __init__(self, team: Team | None, dtype: torch.dtype, **config: Any) -> None:
         self.settings = BurstConfig(**config)
-        self.shared = SharedState(self.settings, layers=LayerConfig(check="reference"))
+        self.shared = SharedState(self.settings, layer_config=LayerConfig(check="reference"))
         group = None
         if team is not None:
             group, context = team.group, team.context(self.settings)
@@ -314,7 +314,9 @@ class Pool:
 
     def __init__(self, rank: int, ranks: int, layout: str = "zigzag") -> None:
         config = BurstConfig(layout=layout)
-        self.verification = SharedState(config, layers=LayerConfig(check="reference")).verification
+        self.verification = SharedState(
+            config, layer_config=LayerConfig(check="reference")
+        ).verification
         context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
         context.group = GroupOf(rank, ranks)
         context.layout = lambda tokens: zigzag(tokens, ranks)

@@ -39,7 +39,7 @@ class Machine:
     grain: float = 0.0  # keys' worth of time that a row of a kernel call costs beside its pairs
     head_grain: float = 0.0  # numbers of a head's worth of time that a pair costs beside them
     traffic: float = 1.0  # bytes moved to add results for each that is read and written once
-    hop_slowness: float = 0.0  # of a ring's time, for each of its hops: where less is hidden
+    hop_slowness: float = 0.0  # of the time of what has a ring, for each hop: less is hidden
 
     def attention_rate(self, head_dim: float, *, backward: bool) -> float:
         """Return the FLOP/s of attention kernels with heads of a size."""

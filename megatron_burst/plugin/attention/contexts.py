@@ -27,15 +27,16 @@ class Contexts:
 
     Args:
         config: the settings.
-        layers: what they do beside attention, on every rank alike.
+        layer_config: what its layers do around attention, on every rank alike.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
         masks: of the model, which every rank has to have alike.
     """
 
     def __init__(
-        self, config: BurstConfig, layers: LayerConfig, tokens: int | None, masks: Masks
+        self, config: BurstConfig, layer_config: LayerConfig, tokens: int | None, masks: Masks
     ) -> None:
-        self._config, self._layers, self._tokens, self._masks = config, layers, tokens, masks
+        self._config, self._layer_config = config, layer_config
+        self._tokens, self._masks = tokens, masks
         self._made: dict[tuple[int, ...], BurstContext] = {}
         self.bytes_sent_in_evaluation = 0
 
@@ -64,11 +65,13 @@ class Contexts:
         return self._made[ranks]
 
     def _compare(self, group: dist.ProcessGroup | None) -> None:
-        """Raise a ValueError where ranks would do different things around the same calls."""
+        """Raise a ValueError where ranks of the job would do different things around a call."""
         seconds = self._config.timeout_seconds
         self._masks.compare(seconds)
-        if group is not None and group.size() > 1:
-            check_agreement(group, "what layers do beside attention", str(self._layers), seconds)
+        if dist.is_initialized() and (group is None or group.size() > 1):
+            assert dist.group.WORLD is not None
+            what = "--burst-check or --recompute-offload"
+            check_agreement(dist.group.WORLD, what, str(self._layer_config), seconds)
 
     def add(self, model: ModelParallelConfig, group: dist.ProcessGroup) -> None:
         """Make the context of a group that micro-batches may bring, once the model's own is there.
@@ -112,7 +115,7 @@ class Contexts:
             )
         if ranks == ranks_of(own.group):
             return own
-        if self._layers.check is Check.REFERENCE:
+        if self._layer_config.check is Check.REFERENCE:
             raise ValueError(
                 f"--burst-check {Check.REFERENCE} knows no cp_group but the model's own, and "
                 f"packed_seq_params brings ranks {[*ranks]}: drop it"

@@ -93,7 +93,7 @@ class BurstCoreAttention(ModuleWithSink):
         if self._shared.verification is not None:
             self._check = LayerCheck(self._shared.verification, name, *given)
             self._attend = self._check
-        if self._shared.layers.check is Check.NAN:
+        if self._shared.layer_config.check is Check.NAN:
             self._attend = with_nan_check(self._attend, name)
 
     def forward(

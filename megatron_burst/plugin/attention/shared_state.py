@@ -18,7 +18,7 @@ class SharedState:
     Args:
         config: the settings.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
-        layers: what they do beside attention.
+        layer_config: what its layers do around attention (default: nothing).
         moves: whether tokens may leave Megatron's zigzag, as they do in micro-batches with
             documents and in other layouts, and where layers with a state pass it.
 
@@ -31,19 +31,19 @@ class SharedState:
         config: BurstConfig,
         tokens: int | None = None,
         *,
-        layers: LayerConfig | None = None,
+        layer_config: LayerConfig | None = None,
         moves: bool = False,
     ) -> None:
-        self.config, self.layers = config, layers or LayerConfig()
+        self.config, self.layer_config = config, layer_config or LayerConfig()
         self.masks = Masks(config.block_mask)
-        self.contexts = Contexts(config, self.layers, tokens, self.masks)
+        self.contexts = Contexts(config, self.layer_config, tokens, self.masks)
         # Mamba-2 and gated delta nets on contiguous shards; else Megatron's, in its zigzag.
         self.passes_states = moves or not config.is_zigzag
         self.follows_layout = not self.passes_states
         fraction, self.checkpoints = config.recompute_fraction, None
         if fraction is not None and fraction < 1:
-            self.checkpoints = Checkpoints(fraction, self.layers.recompute_offload)
-        verifies = self.layers.check is Check.REFERENCE
+            self.checkpoints = Checkpoints(fraction, self.layer_config.recompute_offload)
+        verifies = self.layer_config.check is Check.REFERENCE
         self.verification = Verification(self.masks.table) if verifies else None
         self.whole = PackedDocuments()  # what a sequence without documents is
         self.read = Reader()

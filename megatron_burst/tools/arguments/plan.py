@@ -49,7 +49,7 @@ def parser() -> options.Parser:
     add("--ladder", action="store_true", help=text)
     text = "packed sequences: documents of this mean length, exponentially distributed"
     add("--documents", type=options.tokens, metavar="N", help=text)
-    text = "measure the rates of this machine's GPUs and write a cluster file"
+    text = "measure the rates of this machine and write a cluster file"
     add("--measure", metavar="FILE", help=text)
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
     options.add_gone(

@@ -59,7 +59,8 @@ def cluster_file(name: str, device: torch.device) -> str:
         gpus, model = torch.cuda.device_count(), torch.cuda.get_device_name()
         memory, whose = torch.cuda.get_device_properties(device).total_memory, "of a GPU"
     else:
-        gpus, model = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), hardware.cpu_model()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        gpus, model = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), hardware.cpu_model()
         memory, whose = of_host // gpus, "a rank's share of the host: no GPU is here"
     how = f"{model}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
     nics = [rate / 8 for rate in hardware.fastest_ports().values()]

@@ -101,7 +101,10 @@ class Candidate:
         """What saves memory, for a table."""
         load = self.load
         named: dict[str, bool] = {"FSDP": load.zero3, "MLP": load.mlp_chunks > 1}
-        named |= {"inputs": load.recompute_offload, "optimizer": load.offload > 0}
+        named |= {
+            "inputs": load.recompute_offload and load.recompute,
+            "optimizer": load.offload > 0,
+        }
         return ", ".join(what for what, is_on in named.items() if is_on) or "-"
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ class Workload:
     sharded: bool = True  # the optimizer's states are, by the distributed optimizer
     gradient_bytes: int = 4  # of an element of the gradients that are summed
     offload: float = 0.0  # the share of the optimizer that is in the host's memory
-    recompute_offload: bool = False  # what is stored of recomputed layers is there, too
+    recompute_offload: bool = False  # what recompute saves is: layers' inputs, attention's results
     mlp_chunks: int = 1  # pieces of the tokens that the MLP computes one after the other
     replays_mlps: bool = False  # in chunks, because a checkpoint holds more than one layer
     sequence_parallel: bool = True  # norms and sums are spread over the tensor-parallel ranks
