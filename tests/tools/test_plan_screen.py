@@ -147,6 +147,8 @@ def test_ties_are_broken_by_the_default_then_by_what_is_needed(on_64: list[Candi
     assert offered.host_bytes and in_order([offered, fast]) == [fast, offered]
     alone = timed(offered, 1.0, sent=0)  # on fewer ranks, whose inputs have to leave the GPU
     assert in_order([alone, fast]) == [fast, alone]
+    selective = replace(offered, load=replace(offered.load, recompute=False))
+    assert "inputs" in offered.savings and "inputs" not in selective.savings
 
 
 def test_the_last_line_compares_with_megatrons_ways(
