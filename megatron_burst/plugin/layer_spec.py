@@ -39,7 +39,8 @@ def burst_layer_spec(spec: Any, config: BurstConfig | SharedState) -> Any:
         spec: a ModuleSpec of a layer, TransformerBlockSubmodules, or a ModuleSpec of a HybridStack,
             whose attention, MLA and MTP layers get ours; dense or MoE layers, local or
             TransformerEngine.
-        config: the settings, or the shared state of a model that is built in several parts.
+        config: the settings, or the shared state of a model that is built in several parts; it
+            takes a `LayerConfig`, too.
 
     Raises:
         ValueError: the spec has no core attention.

@@ -275,7 +275,6 @@ def test_the_first_row_is_that_by_hand(name: str, capsys: pytest.CaptureFixture[
         assert row["memory_parts"][part] / GIB == pytest.approx(gib, rel=0.1), part
     seconds = row["bounds"]["computing"] * row["seconds_a_step"]
     assert seconds == pytest.approx(computing(name), rel=0.1)
-
     assert row["head_parallel_size"] == MESSAGES[name].heads
     assert row["sent_bytes_a_layer"] == pytest.approx(sent(name), rel=1e-3)
     waited = pipeline * waiting(name)

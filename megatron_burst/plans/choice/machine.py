@@ -109,8 +109,8 @@ CPU = Machine(
     step_seconds=2e-3,
     hop_slowness=0.04,
 )
-"""A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv, where
-rings take longer than by the clock the more hops they have, beside Ulysses up to 30 %: cores and
-gloo hide less. What 4 % a hop choose there: scripts/bench/results/cpu_chosen.md."""
+"""A rank with a share of a core over gloo, fitted to scripts/bench/results/cpu_two_nodes.csv. Rings
+take up to 30 % longer there than the clock says, the more hops the longer, because cores and gloo
+hide less of their messages. What 4 % a hop chooses: scripts/bench/results/cpu_chosen.md."""
 CPU_KERNEL_RATE = 31e9
 """FLOP/s of a whole kernel call on such a share of a core; those of plans are smaller."""
