@@ -5,6 +5,7 @@ The stages that start processes, ranks and training, are slow.
 
 import importlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -402,12 +403,23 @@ def test_without_a_gpu_it_says_how_to_run_all_the_same(monkeypatch: pytest.Monke
 def test_memory_of_messages_that_waits_for_nccl_is_noticed(
     records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = list[torch.Tensor]()
+    held, buffers, owned = list[torch.Tensor](), list[bytearray](), list[int]()
 
     def record(x: torch.Tensor, _: Any) -> None:
-        if records or x.untyped_storage().resizable():  # no alias
+        if records or x.untyped_storage()._cdata == owned[-1]:  # no alias
             held.append(x)
 
+    def empty(size: int, **_: Any) -> torch.Tensor:
+        """As a GPU's allocator: in the first buffer that no tensor has; a CPU's may take others."""
+        free = (n for n in range(len(buffers)) if sys.getrefcount(buffers[n]) == 2)
+        if (number := next(free, len(buffers))) == len(buffers):
+            buffers.append(bytearray(size))
+        made = torch.frombuffer(buffers[number], dtype=torch.uint8)
+        owned.append(made.untyped_storage()._cdata)
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(memory, "_LAGGING", 64)
     monkeypatch.setattr(Device, "is_gpu", True)
     monkeypatch.setattr(Device, "free", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
