@@ -3,12 +3,14 @@
 
     python scripts/bench/attention.py [--places 1x2 2x2] [--masks causal full] [--heads 8:8 8:2]
     python scripts/bench/attention.py --mbit 200 400 inf --places 2x2 4x1 --masks causal
+    python scripts/bench/attention.py --gflops 20 --mbit 200 400 --masks causal
     torchrun --nproc-per-node 8 scripts/bench/attention.py --device cuda
 
 Without torchrun the ranks are processes of this machine over gloo. Their nodes, 4x2 being four of
 two ranks, are so in name only, or with --mbit network namespaces, in which every rank has a NIC of
 so many Mbit/s to the other nodes (inf: without a limit) and links without a limit within its own;
-that needs root and iproute2. Under torchrun they are its ranks, on GPUs over NCCL.
+that needs root and iproute2. With --gflops kernels only take their time, see paced.py. Under
+torchrun the ranks are its own, on GPUs over NCCL.
 """
 
 import argparse
@@ -43,6 +45,7 @@ from algorithms import (
     runs_here,
 )
 from harness import Row
+from paced import paced
 from ranks import join, launch
 from shaped_links import LinkError, refuse_where_impossible, shaped_links
 
@@ -104,6 +107,14 @@ def bounds(tokens: int, mean: int) -> list[int]:
     lengths = np.random.default_rng(0).exponential(mean, 4 * tokens // mean + 16)
     ends = np.cumsum(lengths.astype(np.int64) + 1)
     return [0, *ends[ends < tokens].tolist(), tokens]
+
+
+def measure_paced(
+    args: argparse.Namespace, place: Place, number: int
+) -> tuple[dict[Case, Found], float]:
+    """Measure with CPU kernels that only take their time, if it is asked for."""
+    with paced(1e9 * args.gflops) if args.gflops else nullcontext():
+        return measure(args, place, number)
 
 
 def measure(
@@ -187,7 +198,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         with links if args.mbit else nullcontext() as cluster:
             names = [cluster.namespace(rank) for rank in cluster.ranks] if cluster else ()
             launches = [
-                launch(measure, place.ranks, args, place, number, namespaces=names)[-1]
+                launch(measure_paced, place.ranks, args, place, number, namespaces=names)[-1]
                 for number in range(args.launches)
             ]
         yield from rows(args, place, mbit, launches)
@@ -290,6 +301,10 @@ LINKS = (
 directions, and links without a limit within its node; TCP reno."""
 )
 
+PACED = """ Kernels compute
+nothing: each takes the time of its FLOPs at {:g} GFLOP/s, as if every rank had a processor of its
+own, and plans are chosen for that rate."""
+
 
 def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     made = harness.Flags(__doc__)
@@ -299,6 +314,7 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--places", type=_place, nargs="+", default=two, metavar="NODESxRANKS", help="1x2 2x2")
     add("--mbit", type=float, nargs="+", help="of a rank's NIC, in namespaces")
     text = f"of {', '.join(MASKS)}, or documents:N of some N tokens each"
+    add("--gflops", type=float, help="of every rank, by kernels on CPUs that only take their time")
     add("--masks", type=_mask, nargs="+", default=[*MASKS], metavar="NAME", help=text)
     add("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
     add("--tokens", type=int, nargs="+", help="of a rank")
@@ -316,6 +332,8 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
         made.error("--device cuda runs under torchrun, a rank on each GPU")
     if not all(mbit > 0 for mbit in args.mbit or ()):
         made.error(f"--mbit {args.mbit} must be positive")
+    if args.gflops is not None and (args.gflops <= 0 or args.torchrun):
+        made.error(f"--gflops {args.gflops} must be positive, and is of ranks without torchrun")
     return args
 
 
@@ -345,8 +363,9 @@ def main() -> None:
         harness.wait_until_quiet(args.force)
     here, found = harness.origin(args.device), [*run(args)]
     if int(os.environ.get("RANK", "0")) == 0:
-        name = "two_nodes" if args.mbit else "attention"
+        name = "paced" if args.gflops else "two_nodes" if args.mbit else "attention"
         where = LINKS if args.mbit else "Ranks: torchrun's." if args.torchrun else WHERE
+        where += PACED.format(args.gflops) if args.gflops else ""
         words = {"where": where, "body": body(found), "baseline": BASELINE}
         harness.publish(args, name, PAGE, found, here, **words, window=WINDOW, blocks=BLOCKS)
 
