@@ -47,9 +47,10 @@ LINKS = "--mbit 200 400 800 2000 inf --places 2x2 --heads 8:8 8:2 --masks causal
 MANY = "--mbit 100 200 inf --places 4x1 8x1 4x2 --heads 8:8 8:2 --masks causal --launches 3"
 MANY += " --algorithms 'ring flat' 'ring double' 'burst query flat' 'burst query double'"
 MANY += f" 'burst kv double' 'burst mesh' 'burst auto' --output {RESULTS}/cpu_many_nodes.md"
-CHOSEN = "--mbit 200 400 1000 --places 2x2 4x1 8x1 4x2 --heads 8:8 8:2 --masks causal"
-CHOSEN += " --repetitions 13 --algorithms 'ring flat' 'burst hybrid' 'burst auto' 'burst default'"
-CHOSEN += f" ulysses --output {RESULTS}/cpu_chosen.md"
+CELLS = "--mbit 200 400 1000 --places 2x2 4x1 8x1 4x2 --heads 8:8 8:2 --masks causal"
+CELLS += " --algorithms 'ring flat' allgather ulysses 'burst hybrid' 'burst auto' 'burst default'"
+CHOSEN = f"{CELLS} --repetitions 13 --output {RESULTS}/cpu_chosen.md"
+PACED = f"{CELLS} --gflops 20 --repetitions 7"
 PACKED = "--places 1x2 --tokens 16384 --heads 1 --head-dim 64 --masks causal documents:2048"
 PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"
 PACKED += f" --output {RESULTS}/cpu_packed.md"
@@ -67,7 +68,8 @@ STEPS = {
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),
-    "chosen": _measured("chosen", 12, CHOSEN, "attention"),
+    "chosen": _measured("chosen", 15, CHOSEN, "attention"),
+    "paced": _measured("paced", 18, PACED, "attention"),
     "packed": _measured("packed", 4, PACKED, "attention"),
     "convergence": _measured("convergence", 40, picture="docs/convergence.svg"),
     "budgets": _made(3, "budgets.py", "budgets.md budgets.csv design/nccl.md"),

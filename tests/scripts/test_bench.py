@@ -21,10 +21,14 @@ import harness  # noqa: E402
 import host_time  # noqa: E402
 import loss  # noqa: E402
 import nccl_alone  # noqa: E402
+import paced  # noqa: E402
 from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
 
 from megatron_burst import BurstConfig  # noqa: E402
+from megatron_burst.attention import context as contexts  # noqa: E402
 from megatron_burst.attention import preparing  # noqa: E402
+from megatron_burst.kernels import KERNELS, KernelInput  # noqa: E402
+from megatron_burst.plans.visibility.band import Band  # noqa: E402
 from megatron_burst.tools.one_rank import EmptyKernel, OneRank, context_of  # noqa: E402
 from megatron_burst.tools.one_rank import Sizes as OneSizes  # noqa: E402
 from megatron_burst.transport.comm import Communicator, Posted  # noqa: E402
@@ -205,6 +209,26 @@ def test_kernels_alone_have_the_heads_that_the_all_to_all_leaves_them() -> None:
     assert share_of_heads(grouped, 4) == Sizes(2048, 2, 1, 64)  # a KV head for each rank
 
 
+@pytest.mark.parametrize(("band", "pairs"), [(Band.FULL, 8 * 8), (Band.CAUSAL, 8 * 8 / 2)])
+def test_paced_kernels_take_the_time_of_their_flops(
+    monkeypatch: pytest.MonkeyPatch, band: Band, pairs: float
+) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, sleep=slept.append)
+    monkeypatch.setattr(paced, "time", clock)
+    q, k, v, dout = (torch.ones(2, 8, heads, 16) for heads in (4, 2, 2, 4))
+    tile, measured = KernelInput(q, k, v, band, scale=0.25), contexts.machine_here
+    with paced.paced(1e6):
+        assert contexts.machine_here(5e7).nic_rate == 5e7  # type: ignore[attr-defined]
+        out, lse = KERNELS["cpu"].forward(tile)
+        gradients = KERNELS["cpu"].backward(tile, dout, out, lse)
+    assert contexts.machine_here is measured
+    assert slept == [n * 2 * 2 * 4 * 16 * pairs / 1e6 for n in (2, 5)]  # matrix products
+    assert out.shape == q.shape and out.is_contiguous() and lse.shape == (2, 4, 8)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    assert not any(x.any() for x in (out, *gradients))
+
+
 def test_only_what_can_run_is_run() -> None:
     def names(place: Place, heads: int = 8) -> set[str]:
         sizes = Sizes(512, heads, heads, 64)
@@ -226,6 +250,7 @@ def test_only_what_can_run_is_run() -> None:
         (attention, "--algorithms ulysses", "must name ring flat"),
         (attention, "--places 3", "invalid _place value: '3'"),
         (attention, "--mbit 0", "must be positive"),
+        (attention, "--gflops 0", "--gflops 0.0 must be positive"),
         (accuracy, "--ranks 2 4", "--ranks [2, 4]: 1, and multiples of --nodes 1"),
         (loss, "--repetitions 0", "all numbers must be positive"),
     ],
