@@ -9,8 +9,8 @@
 Without torchrun the ranks are processes of this machine over gloo. Their nodes, 4x2 being four of
 two ranks, are so in name only, or with --mbit network namespaces, in which every rank has a NIC of
 so many Mbit/s to the other nodes (inf: without a limit) and links without a limit within its own;
-that needs root and iproute2. With --gflops kernels only take their time, see paced.py. Under
-torchrun the ranks are its own, on GPUs over NCCL.
+that needs root and iproute2. With --gflops kernels are emulated, see paced.py. Under torchrun
+the ranks are its own, on GPUs over NCCL.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def bounds(tokens: int, mean: int) -> list[int]:
 def measure_paced(
     args: argparse.Namespace, place: Place, number: int
 ) -> tuple[dict[Case, Found], float]:
-    """Measure with CPU kernels that only take their time, if it is asked for."""
+    """Measure, with emulated kernels if that is asked for."""
     with paced(1e9 * args.gflops) if args.gflops else nullcontext():
         return measure(args, place, number)
 
@@ -313,8 +313,8 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     two = [Place(2, 2), Place(4, 2)]
     add("--places", type=_place, nargs="+", default=two, metavar="NODESxRANKS", help="1x2 2x2")
     add("--mbit", type=float, nargs="+", help="of a rank's NIC, in namespaces")
+    add("--gflops", type=float, help="at which kernels on CPUs are emulated: they sleep")
     text = f"of {', '.join(MASKS)}, or documents:N of some N tokens each"
-    add("--gflops", type=float, help="of every rank, by kernels on CPUs that only take their time")
     add("--masks", type=_mask, nargs="+", default=[*MASKS], metavar="NAME", help=text)
     add("--heads", type=_heads, nargs="+", metavar="QUERY:KV")
     add("--tokens", type=int, nargs="+", help="of a rank")

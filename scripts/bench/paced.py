@@ -1,4 +1,4 @@
-"""CPU kernels that only take their time, as if every rank had a processor of its own.
+"""Emulated CPU kernels: they sleep, as if every rank had a processor of its own.
 
 Eight ranks on two cores share them by chance, and what runs the same plan twice differs by a tenth.
 Ranks whose kernels sleep leave the cores to messages and sums, and differ by a few hundredths.
@@ -28,10 +28,10 @@ scripts/bench/results/cpu_paced.md."""
 
 @contextmanager
 def paced(flops_a_second: float) -> Iterator[None]:
-    """Make attention's kernels return zeros after their time, and plans be chosen for such ranks.
+    """Make kernels sleep as long as their FLOPs take and return zeros; choose plans for such ranks.
 
-    Contexts have to be made inside. The tiles are those of a dense or causal mask; under others
-    masked pairs of a tile take their time too.
+    Contexts have to be made inside. Of a tile that is neither full nor causal the pairs that are
+    masked count, too.
     """
 
     def machine_here(between: float | None = None) -> Machine:
