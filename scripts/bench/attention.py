@@ -298,7 +298,8 @@ WHERE = "Ranks: processes with one thread each over gloo."
 LINKS = (
     WHERE
     + """ Every rank has a NIC of the given speed to the other nodes, shaped in both
-directions, and links without a limit within its node; TCP reno."""
+directions, and links without a limit within its node; TCP reno, no slow start
+after idling."""
 )
 
 PACED = """ Kernels compute
