@@ -197,11 +197,12 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 250) -> None:
+def wait_for[T](condition: Callable[[], T], seconds: float = 250) -> T:
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "it did not come so far"
         time.sleep(0.02)
+    return found
 
 
 def place(folder: Path) -> Machine:

@@ -53,8 +53,7 @@ LAUNCHERS = {"local": ("launch_local.sh", "--output", "out"), "ssh": ("launch_no
 @pytest.mark.parametrize("number", slow_if({signal.SIGQUIT}, [signal.SIGKILL, signal.SIGQUIT]))
 def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: int) -> None:
     job = start(machine, LAUNCHERS[launcher])
-    wait_for(lambda: processes(machine, *VICTIMS[victim]))
-    processes(machine, *VICTIMS[victim])[0].send_signal(number)
+    wait_for(lambda: processes(machine, *VICTIMS[victim]))[0].send_signal(number)
     out, _ = job.communicate(timeout=60)
     assert job.returncode != 0
     wait_for(lambda: not processes(machine), 10)
@@ -69,8 +68,7 @@ def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: i
 def test_a_guard_that_is_killed_is_replaced(machine: Machine) -> None:
     job = start(machine, LAUNCHERS["local"])
     for number in (signal.SIGTERM, signal.SIGKILL):
-        wait_for(lambda: processes(machine, "guard.py"))
-        (first,) = processes(machine, "guard.py")
+        (first,) = wait_for(lambda: processes(machine, "guard.py"))
         first.send_signal(number)
     wait_for(lambda: [p for p in processes(machine, "guard.py") if p.pid != first.pid])
     processes(machine, "tools.launch node")[0].kill()
