@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 NIC, SWITCH_ADDRESS = "nic", "10.77.255.254"
-# Cubic is not permitted in every namespace; reno always is. Links stand for RDMA, where nothing
-# starts slowly after idling: a ring over neighbours alone would gain by connections that stay warm.
+# Cubic is not permitted in every namespace; reno always is. The links stand for RDMA, which has no
+# slow start; with it, a ring would gain by sending to one neighbour alone, a connection never idle.
 SETTINGS = "net.ipv4.tcp_congestion_control=reno net.ipv4.ip_forward=1"
 SETTINGS += " net.ipv4.tcp_slow_start_after_idle=0"
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)

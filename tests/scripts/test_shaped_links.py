@@ -103,6 +103,12 @@ def test_a_message_leaves_by_the_senders_own_link(
         assert seconds > (PAYLOAD_BYTES - 2 * 256 * 1024) * 8 / 100e6
 
 
+@needs_links
+def test_nothing_starts_slowly_after_idling(ranks: Ranks) -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+    assert {thread.submit(setting.read_text).result().strip() for thread in ranks.threads} == {"0"}
+
+
 def made_by(process: int) -> list[str]:
     return [name for name in links.namespaces() if name.startswith(f"burst{process}-")]
 
