@@ -39,6 +39,15 @@ def one_in(step: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     ]
 
 
+def in_turn(firsts: Iterable[Any], seconds: Sequence[Any]) -> list[Any]:
+    """All pairs as values of two parameters; but for one of each first, in turn, they are slow."""
+    return [
+        pytest.param(first, second, marks=[pytest.mark.slow] * (number % len(seconds) != place))
+        for number, first in enumerate(firsts)
+        for place, second in enumerate(seconds)
+    ]
+
+
 def slow_if[T](slow: Container[T], cases: Iterable[T]) -> list[Any]:
     """The cases as values of a parameter; some are marked slow."""
     return [pytest.param(c, marks=[pytest.mark.slow] if c in slow else []) for c in cases]

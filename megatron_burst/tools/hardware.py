@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(environment.items()) if name.startswith(SETTINGS)}
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Return the packages that training runs on; of one installed twice that which is imported."""
     found: dict[str, str] = {}
     for package in distributions():

@@ -26,10 +26,8 @@ import pages  # noqa: E402
 
 ROWS = pages.read_csv(budgets.PAGE)
 FAST = {
-    "kv causal",
     "kv of 2 causal",
     "kv / 2 causal",
-    "query causal",
     "mesh causal",
     "kv window",
     "query documents",

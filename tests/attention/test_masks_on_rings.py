@@ -28,7 +28,7 @@ from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, va
 from tests.oracle import relative_error
 from tests.plans.masks import LAYOUTS, Masking, dealt, documents_of, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent, simulate, tiles_of
-from tests.tier import examples, slow_if, some
+from tests.tier import examples, in_turn, slow_if, some
 from tests.workers import WorkerPool
 
 LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
@@ -211,11 +211,12 @@ def test_under_a_window_of_a_chunk_zigzag_exchanges_two_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    "masking",
-    [Masking(window=6), Masking(documents=(0, 7, 20, 48)), Masking(window=3)],
+    ("masking", "backward"),
+    in_turn(
+        [Masking(window=6), Masking(documents=(0, 7, 20, 48)), Masking(window=3)], ["query", "kv"]
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("backward", ["query", "kv"])
 def test_the_bytes_that_leave_are_the_plans(
     workers: WorkerPool, masking: Masking, backward: str
 ) -> None:

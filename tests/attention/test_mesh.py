@@ -94,7 +94,7 @@ def test_float32_equals_the_dense_oracle(
     hard = [*hard_maskings(ranks, 6).values()]
     cases += [
         Case(config=config | {"layout": layout}, chunk=6, masking=masking, heads=(4, 2), dim=3)
-        for masking, layout in zip(some(hard, 3, ranks % 3), itertools.cycle(LAYOUTS), strict=False)
+        for masking, layout in zip(some(hard, 7, ranks % 7), itertools.cycle(LAYOUTS), strict=False)
     ]
     capped: dict[str, Any] = {
         "has_sink": True,

@@ -119,7 +119,7 @@ def counted(team: Team, *arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("backward", "masking", "fraction"),
-    one_in(13, itertools.product(("query", "kv"), MASKINGS, FRACTIONS)),
+    one_in(17, itertools.product(("query", "kv"), MASKINGS, FRACTIONS)),
 )
 def test_two_passes_equal_one(
     workers: WorkerPool, backward: str, masking: str, fraction: float

@@ -63,7 +63,7 @@ def test_every_ring(workers: WorkerPool, config: dict[str, Any]) -> None:
         case_of(config, scores, chunk=4, masking=chosen[(number + turn) % len(chosen)])
         for number, scores in enumerate(SCORES.values())
     ]
-    check(some(cases, 2, turn // 2 % 2), 4, workers)
+    check(some(cases, 3, turn // 2 % 3), 4, workers)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

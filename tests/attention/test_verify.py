@@ -45,7 +45,7 @@ from tests.attention.faults import (
     swapped_chunk,
 )
 from tests.plans.masks import Masking, hard_maskings
-from tests.tier import some
+from tests.tier import in_turn, some
 from tests.workers import Team, WorkerPool
 
 CPU = torch.device("cpu")
@@ -219,7 +219,7 @@ def test_right_calls_pass(workers: WorkerPool, ranks: int) -> None:
     if ranks == 1:
         cases = [c for c in CLEAN[::2] if c.config.head_parallel_size == 1]
     if ranks == 4:
-        cases = some(CLEAN, 3, first=1)
+        cases = some(CLEAN, 5, first=1)
     if ranks == 8:  # 4 heads do not go over 8 ranks
         cases = [c for c in CLEAN if c.config.algorithm != "ulysses"]
     first, *others = workers.run(ranks, run, cases)
@@ -262,8 +262,7 @@ FOUND = {  # what must be wrong, and what may be
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fault", FOUND)
+@pytest.mark.parametrize(("fault", "dtype"), in_turn(FOUND, ("float32", "bfloat16")))
 def test_faults_are_found(workers: WorkerPool, fault: str, dtype: str) -> None:
     mask = "window" if fault == "wrong window" else "causal"
     each = case(dtype, mask, backward="kv", topology="flat")

@@ -144,6 +144,9 @@ def test_a_band_cut_is_the_submatrix_and_has_no_row_that_sees_nothing() -> None:
                 tile = Tile(0, 0, *cut)
                 assert_fits(tile)
                 assert {(int(q), int(k)) for q, k in rows_seen(tile, 4).nonzero()} == seen
+                for first in range(tile.query_rows.length + 1):  # rows of it
+                    size = first, tile.key_rows.length
+                    assert tile.band.pairs(*size) == tile.band.visible(*size).sum()
 
 
 def pairs(length: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ CHUNK = 4
 SHAPES = [(1, 4), (4, 1), (1, 6), (4, 2), (6, 2), (4, 3), (8, 1), (9, 1), (16, 1)]
 GRIDS = [make_grid(*shape) for shape in SHAPES]
 GRIDS += [make_grid(4, 2, shuffled=True), Grid(((3, 0, 2, 1),))]
-LARGE = [make_grid(16, 1), make_grid(9, 1)]
+LARGE = [make_grid(16, 1), make_grid(9, 1), make_grid(6, 2)]
 BOTH = (False, True)
 # DeepSeek-V3's heads with their own keys and values, and a Llama's with shared ones.
 MHA = Shape(8192, 32, 32, 128, 128, 2, 4, sends_raw=True)
@@ -48,7 +48,7 @@ def plans_of(mesh: Mesh, backward: bool) -> list[Plan]:
 def test_the_plans_fit_together_and_do_the_whole_work_once(grid: Grid) -> None:
     tokens = 4 * CHUNK * grid.ranks
     hard = [*hard_maskings(grid.ranks, 2 * CHUNK).values()]
-    maskings = [Masking(), Masking(False), *some(hard, 4, grid.ranks % 4)]
+    maskings = [Masking(), Masking(False), *some(hard, 8, grid.ranks % 8)]
     for number, masking in enumerate(maskings):
         layout = [*LAYOUTS][number % len(LAYOUTS)]
         pairs = int(masking.visible(tokens).sum())

@@ -101,7 +101,7 @@ class Case:
     scope="module",
     ids=lambda grid: str(grid.rows) if grid in PERMUTED else f"{grid.nodes}x{grid.ranks_per_node}",
     params=[
-        pytest.param(grid, marks=pytest.mark.slow if grid.ranks > 12 else ())
+        pytest.param(grid, marks=pytest.mark.slow if grid.ranks > 9 else ())
         for grid in (*EVERY_GRID, *PERMUTED)
     ],
 )

@@ -21,6 +21,7 @@ from megatron_burst.plans.visibility.layout import (
     zigzag,
 )
 from tests.plugin.contexts import Context
+from tests.tier import in_turn
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.core.packed_seq_params")
@@ -76,8 +77,7 @@ def layouts(ranks: int, unit: int) -> list[Layout]:
     ]
 
 
-@pytest.mark.parametrize("unit", [1, 3])
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize(("ranks", "unit"), in_turn(range(1, 9), (1, 3)))
 def test_every_layout_becomes_every_other(ranks: int, unit: int) -> None:
     """Also where tensor-parallel ranks hold parts of a rank's rows."""
     for spread in (1, 2):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
 from megatron_burst.attention.saved import AttentionMemory
-from tests.tier import one_in
+from tests.tier import in_turn, one_in
 
 pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -231,11 +231,10 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize("layer", [0, 3])
-def test_an_exception_between(run: Run, layer: int) -> None:
+@pytest.mark.parametrize(("name", "layer"), in_turn(RUNS, (0, 3)))
+def test_an_exception_between(name: str, layer: int) -> None:
     """In a forward and between forward and backward; new tensors may get the memory of the old."""
-    model = Model(0.5)
+    model, run = Model(0.5), RUNS[name]
 
     def interrupt(*_: Any) -> None:
         raise Interrupted

@@ -24,6 +24,7 @@ from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plugin.training_config import LayerConfig
 from megatron_burst.transport.comm import Transfers
 from tests.attention import faults
+from tests.tier import in_turn
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
@@ -266,8 +267,7 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["once", "recomputed"])
-@pytest.mark.parametrize("fault", MESSAGES)
+@pytest.mark.parametrize(("fault", "recompute"), in_turn(MESSAGES, (False, True)))
 def test_a_fault_stops_all_ranks_and_is_named(
     workers: WorkerPool, fault: str, recompute: bool
 ) -> None:

@@ -16,7 +16,7 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.timing import attention_passes
 from megatron_burst.tools.plan.workload import Workload
-from tests.tier import slow_if
+from tests.tier import slow_if, some
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 from rows import attention_alone  # noqa: E402
@@ -72,7 +72,7 @@ def test_the_default_is_at_most_2_percent_behind_every_forced_setting(
 ) -> None:
     name, place = case
     nodes = [rank // place[1] for rank in range(place[0])]
-    for heads, tokens in product(HEADS, TOKENS):
+    for heads, tokens in some([*product(HEADS, TOKENS)], 3, place[1] % 3):
         load = load_of(CLUSTERS[name], place, heads, tokens)
         limit = load.config.memory_limit(load.cluster.memory)
         size, why = choose_degree(load.config, nodes, load.ring.shape, limit, load.cluster)

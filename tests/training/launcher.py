@@ -17,7 +17,7 @@ import psutil
 from megatron_burst.tools.runlog import read_scalars
 from tests.tier import is_thorough
 
-STEPS = range(1, 21 if is_thorough() else 5)
+STEPS = range(1, 21 if is_thorough() else 4)
 HALF = len(STEPS) // 2
 LAYERS = 4 if is_thorough() else 2
 

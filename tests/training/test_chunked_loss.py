@@ -37,7 +37,7 @@ CASES = {
     ),
     "CP 2 x DP 2, overlap": (4, f"--context-parallel-size 2 {OVERLAP}"),
 }
-SLOW = {key for key in CASES if key not in ("alone", "TP 2, sequence parallel")}
+SLOW = CASES.keys() - {"TP 2, sequence parallel"}
 
 
 def losses_differ(found: Log, expected: Log) -> float:
@@ -85,7 +85,7 @@ def test_weights_of_their_own_that_arrive_late(tmp_path: Path, data: tuple[str, 
     found = train(tmp_path / "chunked", 2, *flags, *IN_CHUNKS)
     check("untied, overlap", found, expected)
     evaluated = [_validation_losses(log) for log in (found, expected)]
-    assert len(evaluated[0]) == 3  # in the middle, after the last step, and at the end
+    assert len(evaluated[0]) == len(found.losses) // HALF + 1  # and at the end
     assert evaluated[0] == pytest.approx(evaluated[1], rel=TOLERANCE)
 
 

@@ -53,7 +53,7 @@ CASES = {
     "ulysses": (4, f"{CP4} --context-parallel-algo ulysses"),
 }
 SLOW = {  # the others have most of their features, several at once
-    "CP 4, flat ring",
+    *("CP 2", "CP 4, flat ring"),
     "CP 8, mesh of 4 nodes x 2",
     "CP 4 as 2 x 2, kv backward, Megatron's groups",
     "CP 4 as 2 x 2, query backward",

@@ -1,4 +1,4 @@
-"""Steps with what saves memory, one by one and all at once, equal steps without. (fast: five)
+"""Steps with what saves memory, one by one and all at once, equal steps without. (fast: four)
 
 The CPU platform stands in for the card: copies to the host are real, streams and events are not
 (tests/transport/test_host.py orders them). The chunked loss alone:
@@ -129,7 +129,7 @@ EVERY = ALONE | {
     for case, (ranks, fraction, flags) in CASES.items()
 }
 FAST = {
-    *("attention, CP 2", "offload, CP 2", "MLPs, DP 2 with overlap"),
+    *("offload, CP 2", "MLPs, DP 2 with overlap"),
     *("CP 2, experts, a shared one", "hybrid, TP 2, MTP"),
 }
 

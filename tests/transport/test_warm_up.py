@@ -26,6 +26,7 @@ from megatron_burst.transport import warm_up
 from megatron_burst.transport.errors import CommunicationError
 from megatron_burst.transport.groups import members_of_channels
 from megatron_burst.transport.warm_up import Connections, Way
+from tests.tier import in_turn
 from tests.workers import Team, WorkerPool
 
 PLACES = [[0] * 2, [0] * 8, [*range(8)], [*range(4)] * 2, [0, 0, 1], [0, 0, 0, 1, 1, 2]]
@@ -64,8 +65,9 @@ def arranged(
     return choose_grid(topology, [nodes[members[0]] for members in heads.groups])[0], heads
 
 
-@pytest.mark.parametrize("topology", [Topology.FLAT, Topology.DOUBLE])
-@pytest.mark.parametrize("nodes", PLACES, ids=lambda nodes: "".join(map(str, nodes))[:70])
+@pytest.mark.parametrize(
+    ("nodes", "topology"), in_turn(PLACES, [Topology.DOUBLE, Topology.FLAT]), ids=str
+)
 def test_every_message_is_between_members_of_its_channel(
     nodes: list[int], topology: Topology
 ) -> None:

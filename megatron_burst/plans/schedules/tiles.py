@@ -132,14 +132,11 @@ def _border(cells: Cells, pairs: int) -> tuple[int, int]:
 
 def _border_row(cell: Cell, pairs: int, total: int) -> int:
     """Return the row of a cell before which are so many of its pairs, as exactly as it pays."""
-    rows, every = cell.queries.length, cell.band.pairs(cell.queries.length, cell.keys.length)
+    rows, keys = cell.queries.length, cell.keys.length
+    every = cell.band.pairs(rows, keys)
     if every * _SMALL < total:
         return rows if 2 * pairs >= every else 0
-
-    def before(row: int) -> int:
-        return int(Cells.of(_rows_of(cell, 0, row)).pairs.sum())
-
-    return bisect_left(range(rows), pairs, key=before)
+    return bisect_left(range(rows), pairs, key=lambda row: cell.band.pairs(row, keys))
 
 
 def _between(cells: Cells, start: tuple[int, int], stop: tuple[int, int]) -> Cells:

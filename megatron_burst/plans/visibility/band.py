@@ -74,8 +74,14 @@ class Band:
         return (distance <= right) & (distance >= -left)
 
     def pairs(self, queries: int, keys: int) -> int:
-        """Return how many (query, key) pairs of a tile of this size are visible."""
-        return int(visible_pairs(np.array([queries, keys]), np.array(self.sides)))
+        """Return how many (query, key) pairs of a tile of this size are visible.
+
+        Every query sees a key; of the keys the last may be seen by none.
+        """
+        left, right = self.sides
+        after = keys - 1 - right  # the first query does not see so many of the last keys
+        hidden = _triangle(after) - _triangle(after - queries) + _triangle(queries - 1 - left)
+        return queries * keys - hidden
 
     def cut(self, queries: Interval, keys: Interval) -> "tuple[Interval, Interval, Band] | None":
         """Return the least tile that holds all pairs of these rows; None if they see nothing.
@@ -92,6 +98,10 @@ class Band:
 
 Band.FULL = Band(None, None)
 Band.CAUSAL = Band(None, 0)
+
+
+def _triangle(side: int) -> int:
+    return side * (side + 1) // 2 if side > 0 else 0
 
 
 def visible_pairs(sizes: Ints, sides: Ints) -> Ints:

@@ -3,6 +3,7 @@
 import fnmatch
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Configs(NamedTuple):
     tables: Mapping[str, Table]  # runs
 
     @classmethod
+    @cache
     def read(cls) -> "Configs":
         """Read the folder that this package brings."""
         names = ("models", "clusters", "published", "runs")
