@@ -54,6 +54,8 @@ def ending(root: Path, tests: str) -> str:
         done = subprocess.run(command, **place, capture_output=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return f"{NOTICED}, they hang"
+    if done.returncode < 0:
+        return f"{NOTICED}, they crash"
     return {0: MISSED, 1: NOTICED}.get(done.returncode, f"PYTEST ENDED {done.returncode}")
 
 

@@ -113,7 +113,7 @@ def test_head_parallelism_inside(workers: WorkerPool) -> None:
     check(workers, 8, [Case(config=config | {"ranks_per_node": 8}, has_sink=True)])
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("fraction", slow_if([0.0, 1.0], [0.0, 0.5, 1.0]))
 def test_a_second_pass_of_early_rows(workers: WorkerPool, fraction: float) -> None:
     for per_node, ranks in ((4, 4), (2, 8)):
         config = setting(per_node, "auto")
@@ -121,7 +121,7 @@ def test_a_second_pass_of_early_rows(workers: WorkerPool, fraction: float) -> No
             assert reply["apart"] < 2e-6
 
 
-@pytest.mark.parametrize("backward", ["kv", "query"])
+@pytest.mark.parametrize("backward", slow_if(["kv"], ["kv", "query"]))
 def test_bfloat16_is_nearly_as_exact_as_one_call_of_flash_attention(
     workers: WorkerPool, backward: str
 ) -> None:

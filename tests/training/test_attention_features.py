@@ -114,7 +114,7 @@ CASES = {
         f"{CP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
 }
-FAST = {"latents", "every second layer, beside gated delta nets"}
+FAST = {"latents"}
 SLOW = CASES.keys() - FAST
 
 
