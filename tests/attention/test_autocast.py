@@ -14,6 +14,7 @@ from megatron_burst import (
     linear_cross_entropy,
     ring_attention,
 )
+from megatron_burst.kernels.dtypes import without_autocast
 from tests.workers import Team, WorkerPool
 
 B = 2, 8  # batch and tokens of a rank
@@ -55,3 +56,11 @@ def test_a_call_is_that_of_narrow_tensors(workers: WorkerPool, name: str) -> Non
         for found, right in zip(workers.run(2, results, name, how), expected, strict=True):
             pairs = list(zip(found, right, strict=True))
             assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in pairs), how
+
+
+def test_passes_compute_in_the_dtypes_of_their_tensors() -> None:
+    """Autocast changes products of some kernels; none of those above."""
+    x = torch.randn(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(x, x).dtype == torch.bfloat16
+        assert without_autocast(torch.mm)(x, x).dtype == torch.float32

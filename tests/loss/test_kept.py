@@ -286,6 +286,15 @@ def test_one_forward_at_a_time_keeps() -> None:
     check_gradients(case, oracle(case, 3 * mask))
 
 
+def test_a_second_backward_computes_them() -> None:
+    """What was kept is scaled in place."""
+    case, mask, _, forward = one_model()
+    loss = forward()
+    for _ in range(2):
+        loss.backward(FACTOR * mask, retain_graph=True)
+    check_gradients(case, oracle(case, 2 * FACTOR * mask))
+
+
 @pytest.mark.parametrize("lives", [True, False])
 def test_who_keeps_depends_on_no_garbage(lives: bool) -> None:
     """Else ranks would differ: a loss that nobody uses may be in a cycle."""
