@@ -83,14 +83,16 @@ def test_all_ranks_at_once_take_as_long_as_one_after_the_other(
 def test_own_tiles_that_are_cut_alike_take_about_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under documents every rank's own tiles are others; each is cut only where they are few."""
     links, way = timing.Links(NODES, SHAPE, MACHINE, 1), WAYS["documents"]
-    exact = timing.pass_time(way, links, backward=True)
+    exact = timing.pass_time(way, links, backward=True)[:3]
     monkeypatch.setattr(work, "_MANY", 0)
-    assert timing.pass_time(way, links, backward=True)[:2] == pytest.approx(exact[:2], rel=0.05)
+    assert timing.pass_time(way, links, backward=True)[:3] == pytest.approx(exact, rel=0.05)
 
 
-@pytest.mark.parametrize(("nic", "kv_heads"), [(45e9, 32), (2.8e9, 32), (2.8e9, 4)])
+@pytest.mark.parametrize(
+    ("nic", "kv_heads", "near"), [(45e9, 32, 1.01), (2.8e9, 32, 1.05), (2.8e9, 4, 1.01)]
+)
 def test_more_ranks_than_are_timed_take_what_is_nearly_the_fastest(
-    nic: float, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    nic: float, kv_heads: int, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes, shape = [n // 8 for n in range(64)], Shape(4096, 32, kv_heads, 128, 128, 2, 4)
     links = timing.Links.of(nodes, shape, replace(H100, nic_rate=nic), 1)
@@ -101,7 +103,7 @@ def test_more_ranks_than_are_timed_take_what_is_nearly_the_fastest(
     taken = planning.choose(*given, links=links)
     assert taken.forward[0].time is None, "not timed"
     for found, best in zip(taken.times(links), timed.times(links), strict=True):
-        assert found.seconds <= 1.05 * best.seconds  # 1.003 of 1024 as of 256
+        assert found.seconds <= near * best.seconds  # 1.003 of 1024 as of 256
 
 
 def test_more_ranks_than_are_timed_may_have_an_odd_number_of_tokens(
