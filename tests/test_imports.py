@@ -70,6 +70,7 @@ def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
 
+@cache
 def imports(module: str, *, only_when_loaded: bool) -> set[str]:
     """The modules that `module` names in its imports, all or those that run when it is loaded."""
     return names_in([tree(module)], only_when_loaded=only_when_loaded)

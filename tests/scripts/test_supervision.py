@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.scripts.stand_ins import ROOT, Machine, wait_for
-from tests.tier import slow_if
+from tests.tier import in_turn, slow_if
 
 TWO = ("--nodes", "n1 user@n2", "--output", "out")
 LINES = 20000  # more than a pipe holds
@@ -48,8 +48,7 @@ VICTIMS = {
 LAUNCHERS = {"local": ("launch_local.sh", "--output", "out"), "ssh": ("launch_nodes.sh", *TWO)}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize(("victim", "launcher"), in_turn(VICTIMS, ("ssh", "local")))
 @pytest.mark.parametrize("number", slow_if({signal.SIGQUIT}, [signal.SIGKILL, signal.SIGQUIT]))
 def test_nothing_runs_on(machine: Machine, launcher: str, victim: str, number: int) -> None:
     job = start(machine, LAUNCHERS[launcher])

@@ -1,4 +1,4 @@
-"""Steps with what saves memory, one by one and all at once, equal steps without. (fast: three)
+"""Steps with what saves memory, one by one and all at once, equal steps without. (fast: two)
 
 The CPU platform stands in for the card: copies to the host are real, streams and events are not
 (tests/transport/test_host.py orders them). The chunked loss alone:
@@ -128,7 +128,7 @@ EVERY = ALONE | {
     case: (ranks, flags, f"{SAVINGS} {fraction}")
     for case, (ranks, fraction, flags) in CASES.items()
 }
-FAST = {"offload, CP 2", "MLPs, DP 2 with overlap", "hybrid, TP 2, MTP"}
+FAST = {"offload, CP 2", "MLPs, DP 2 with overlap"}
 
 
 @pytest.mark.parametrize("case", slow_if(EVERY.keys() - FAST, EVERY))

@@ -206,7 +206,8 @@ def test_when_a_rank_stalls_the_one_that_waits_for_it_gives_up_in_time(tmp_path:
         assert all(map(broken_job.ends_by_itself, found))
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("cpu:gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
 def test_the_time_limit_is_kept_on_a_group_that_names_no_backend_or_one_a_device(
     tmp_path: Path, backend: str | None
 ) -> None:
