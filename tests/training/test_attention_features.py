@@ -1,4 +1,4 @@
-"""Steps with more of Megatron's attention equal the same run at CP = 1. (fast tier)
+"""Steps with more of Megatron's attention equal the same run at CP = 1. (fast: latents, sinks)
 
 Each feature starts from a checkpoint of one rank. Where Megatron's own attention has the feature on
 a CPU, the checkpoint is its own, so that ours loads it, and it takes the same steps.

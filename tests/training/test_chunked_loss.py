@@ -85,7 +85,7 @@ def test_weights_of_their_own_that_arrive_late(tmp_path: Path, data: tuple[str, 
     found = train(tmp_path / "chunked", 2, *flags, *IN_CHUNKS)
     check("untied, overlap", found, expected)
     evaluated = [_validation_losses(log) for log in (found, expected)]
-    assert len(evaluated[0]) == len(found.losses) // HALF + 1  # and at the end
+    assert len(evaluated[0]) == len(found.losses) // HALF + 1  # every HALF steps, and at the end
     assert evaluated[0] == pytest.approx(evaluated[1], rel=TOLERANCE)
 
 
