@@ -9,6 +9,7 @@ queued so far, waiting for it makes the current stream wait, and the host goes o
 
 import copy
 import datetime
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ from megatron_burst.transport.watchdog import Watchdog
 
 _NEVER = 2  # a tag that no message has
 _AT_ONCE = datetime.timedelta(milliseconds=1)
+_A_WHILE = datetime.timedelta(seconds=1)
 
 type _Call = tuple[Callable[..., dist.Work], list[Tensor], int]  # send or receive, what, which peer
 
@@ -139,7 +141,12 @@ class Communicator:
         """Lend a pass, which has these own blocks, the memory for its messages."""
         in_place = {kind: message_of(own[kind]) for kind in lowered.sent_in_place}
         with self.memory.lent(lowered, device) as (steps, memory):
-            yield Transfers(self, lowered.name, steps, in_place, memory)
+            transfers = Transfers(self, lowered.name, steps, in_place, memory)
+            try:
+                yield transfers
+            except BaseException:
+                transfers.let_through()
+                raise
 
     def name_of(self, transfer: Transfer) -> str:
         """Return what a message does, in words."""
@@ -182,6 +189,7 @@ class Communicator:
                 said = batch.names
                 if len(works) == len(batch.messages):  # NCCL gives one handle for all
                     said = self.name_of(batch.messages[number].transfer)
+                    _let_through(works[number + 1 :])
                 raise self._failed(batch, said, error) from error
         for tensor, wire in arriving:
             tensor.copy_(wire)
@@ -227,6 +235,17 @@ def post_together(group: dist.ProcessGroup, calls: Sequence[_Call]) -> list[dist
     return [group._end_coalescing(device)]
 
 
+def _let_through(works: Sequence[dist.Work]) -> None:
+    """Wait for what gloo has under way, before a connection is closed.
+
+    A message that is cut off in the middle would leave the other end waiting for its time limit:
+    gloo fails those that have not begun, and forgets that one.
+    """
+    with suppress(RuntimeError):  # the other end has failed, too
+        for work in works:
+            work.wait(_A_WHILE)
+
+
 class Transfers:
     """The transfers of one forward or backward: what is on its way."""
 
@@ -269,8 +288,15 @@ class Transfers:
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
         """
-        if number in self._pending:
+        if pending := self._pending.get(number):
             with span(self._name, number, "wait"):
-                for posted in self._pending.pop(number):
-                    self._communicator.wait(posted)
+                while pending:
+                    self._communicator.wait(pending.pop(0))
+        self._pending.pop(number, None)
         return self._steps[number].arrivals
+
+    def let_through(self) -> None:
+        """Wait for what gloo has under way, before connections are closed."""
+        for posted in itertools.chain.from_iterable(self._pending.values()):
+            if posted.seconds is not None:
+                _let_through(posted.works)

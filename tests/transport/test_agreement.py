@@ -300,7 +300,7 @@ def fails_in_a_tile(context: BurstContext) -> None:
     for _ in range(2):
         began = time.monotonic()
         try:
-            attend(context)
+            attend(context, batch=1 << 14)  # a message that takes a while
         except (MemoryError, RuntimeError) as error:
             errors.append(f"{type(error).__name__}: {error}")
         assert time.monotonic() - began < SECONDS
