@@ -13,8 +13,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import torch.distributed as dist
-
 
 def compile_on_every_node() -> None:
     """Stand in for Megatron's `_compile_dependencies`, which compiles on one rank of the job.
@@ -23,6 +21,7 @@ def compile_on_every_node() -> None:
     has nothing to do where they share the folder. All ranks end (SystemExit) with the reason where
     a node lacks something.
     """
+    import torch.distributed as dist  # which `make` does not need
     from megatron.core.datasets import utils
 
     for first in (True, False):

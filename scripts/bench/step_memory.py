@@ -8,6 +8,7 @@ an attention kernel's workspace is, as an H200 showed it.
 """
 
 import argparse
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -113,14 +114,16 @@ class _Phases(LiveBytes):
         self._made.pop(key, None)
 
 
+_OURS = re.compile("/megatron(_burst)?/")
+
+
 def _caller() -> str:
     """Return the file and function of Megatron, or of the package, whose line made a tensor."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        name = Path(code.co_filename)
-        if {"megatron", "megatron_burst"} & {*name.parts[:-1]}:
-            return f"{name.stem}.{code.co_name}"
+        if _OURS.search(code.co_filename):
+            return f"{Path(code.co_filename).stem}.{code.co_name}"
         frame = frame.f_back
     return "autograd"
 

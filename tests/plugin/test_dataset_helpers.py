@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from megatron_burst.data_checks import dataset_helpers
 from megatron_burst.data_checks.dataset_helpers import make
@@ -132,7 +133,7 @@ def test_one_rank_of_each_node_compiles_in_turn_and_all_end_with_the_reason(
         ("get_world_size", lambda: 4),
         ("all_gather_object", gather),
     ):
-        monkeypatch.setattr(dataset_helpers.dist, name, value)
+        monkeypatch.setattr(dist, name, value)
     with ThreadPoolExecutor(4) as pool:
         ends = list(pool.map(run, range(4)))
     assert ends == ["trains" if lacking is None else "megatron_burst: it lacks a compiler"] * 4

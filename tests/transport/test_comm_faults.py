@@ -245,6 +245,7 @@ def test_a_stall_in_a_query_ring_on_two_nodes_is_named_with_step_peer_and_item(
         )
 
 
+@pytest.mark.slow
 def test_when_a_rank_never_calls_at_all_the_others_give_up_in_time(tmp_path: Path) -> None:
     scenario = in_a_context, stall_in_the_first_call, BurstConfig(timeout_seconds=2)
     with job(tmp_path / "store", 3, *scenario, group_seconds=30) as broken_job:
