@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_burst.tools import terminal
 from megatron_burst.tools.compare import command as compare
@@ -22,7 +23,6 @@ from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.usual import as_trained
-from tests.training.launcher import free_port
 from tests.workers import forkserver
 
 ROOT = Path(__file__).parents[1]
@@ -213,6 +213,7 @@ def run_as_rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_PORT": Path(folder, "port").read_text()}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for stream, name in ((1, "out"), (2, "errors")):
         os.dup2(os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT), stream)
     runpy.run_path(f"{folder}/example.py", run_name="__main__")
@@ -223,7 +224,8 @@ def what_it_prints(example: str, ranks: int, folder: Path) -> str:
     """Run an example on ranks that are forked from a process that has imported torch."""
     folder.mkdir()
     (folder / "example.py").write_text(example)
-    (folder / "port").write_text(str(free_port()))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
+    (folder / "port").write_text(str(store.port))
     arguments = [(rank, ranks, str(folder)) for rank in range(ranks)]
     processes = [forkserver().Process(target=run_as_rank, args=a, daemon=True) for a in arguments]
     for process in processes:

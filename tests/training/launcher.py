@@ -5,7 +5,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -111,7 +110,6 @@ def run_job(
         "module": module,
         "flags": words,
         "log": str(log),
-        "port": free_port(),
         "logs_arguments": logs_arguments,
     }
     return _run(job, timeout), log.read_text(errors="replace")
@@ -145,12 +143,6 @@ def _run(job: dict[str, object], timeout: float) -> str:
     os.killpg(process.pid, signal.SIGKILL)
     _preloaded.cache_clear()
     return f"none within {timeout} s"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def allowed(after_20_steps: float) -> float:

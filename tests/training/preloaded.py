@@ -1,9 +1,9 @@
 """A process that has imported torch and Megatron once and forks the ranks of one job after another.
 
 Reads one job a line from its standard input, as JSON: the number of ranks, the module that runs,
-its command line, the file for the output, the port to meet at, and whether Megatron's arguments go
-to TensorBoard. Answers each with a line: the first exit status of a rank that is not 0, or 0. Ends
-when the input does.
+its command line, the file for the output, and whether Megatron's arguments go to TensorBoard.
+Answers each with a line: the first exit status of a rank that is not 0, or 0. Ends when the input
+does.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from megatron_burst import launch
 def serve() -> None:
     launch.start()
     # What every rank would import.
+    import torch.distributed as dist
     from megatron.core.models import mimo  # noqa: F401
     from megatron.core.tokenizers import text  # noqa: F401
     from megatron.training import arguments, training
@@ -40,8 +41,11 @@ def serve() -> None:
     gc.freeze()  # the children shall not copy what the collector would touch
     for line in sys.stdin:
         job = json.loads(line)
-        ranks = [_fork(rank, job, training) for rank in range(job["ranks"])]
+        # As torchrun's: where rank 0 has it, whoever comes before it tries again much later.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = [_fork(rank, job, store.port, training) for rank in range(job["ranks"])]
         print(_wait(ranks), flush=True)
+        del store
 
 
 @functools.cache
@@ -67,7 +71,7 @@ def _made_before(add_arguments: Any) -> Any:
     return of
 
 
-def _fork(rank: int, job: dict, training: Any) -> int:
+def _fork(rank: int, job: dict, port: int, training: Any) -> int:
     pid = os.fork()
     if pid:
         os.setpgid(pid, pid)
@@ -79,8 +83,8 @@ def _fork(rank: int, job: dict, training: Any) -> int:
         os.dup2(file, 2)
         world = str(job["ranks"])
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
-        os.environ |= {"LOCAL_WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"LOCAL_WORLD_SIZE": world, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         if not job["logs_arguments"]:  # Megatron opens a file for each of 400
             training.write_args_to_tensorboard = lambda: None
         sys.argv = [job["module"], *job["flags"]]
