@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,8 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 @cache
 def versions() -> Mapping[str, str]:
     """Return the packages that training runs on; of one installed twice that which is imported."""
+    from importlib.metadata import distributions  # a third of what starting a launcher takes
+
     found: dict[str, str] = {}
     for package in distributions():
         name = package.name or ""

@@ -215,7 +215,7 @@ def test_every_layout_and_backward(
     check(some(cases, 5, ranks % 5), ranks, workers)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
     """With 8 ranks the window of a chunk of the hybrid ring is one of 12 tokens."""
     turns = itertools.cycle(itertools.product(LAYOUT_NAMES, RINGS))

@@ -30,7 +30,8 @@ def said(row: int) -> list[str]:
 
 @pytest.mark.parametrize("rung", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_the_peaks_are_those_on_the_page(rung: int) -> None:
-    assert peaks(savings=frozenset(SAVINGS[:rung])) == said(rung)
+    layers = 3 if rung == 4 else 4  # with inputs on the host, one in the middle is as good as two
+    assert peaks(layers=layers, savings=frozenset(SAVINGS[:rung])) == said(rung)
 
 
 @pytest.mark.slow
