@@ -3,8 +3,8 @@
 
     python scripts/mutants.py [--check] [WORD ...]
 
-WORDs choose errors whose file or texts hold one of them; --check only looks whether all can be
-planted.
+WORDs choose errors whose file, texts or tests hold one of them; --check only looks whether all can
+be planted.
 Ends with 0 if all are noticed, 1 if one is not, 2 if one cannot be planted or tests fail without.
 """
 
@@ -86,9 +86,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only look whether all can be planted")
     options = parser.parse_args()
     words = options.words or [""]
-    chosen = [m for m in mutants() if any(word in " ".join(m[:3]) for word in words)]
+    chosen = [m for m in mutants() if any(word in " ".join(m) for word in words)]
     if not chosen:
-        parser.error(f"no error of {TABLE.name} has any of these in its file or texts: {words}")
+        parser.error(
+            f"no error of {TABLE.name} has any of these in its file, texts or tests: {words}"
+        )
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         copy_to(Path(folder))

@@ -309,7 +309,8 @@ def fails_in_a_tile(context: BurstContext) -> None:
 
 
 def test_a_pass_that_failed_ends_the_next_call_at_once_on_all_ranks(tmp_path: Path) -> None:
-    with job(tmp_path / "store", 3, in_a_context, fails_in_a_tile, CONFIG) as failing:
+    config = BurstConfig(timeout_seconds=SECONDS + 10)
+    with job(tmp_path / "store", 3, in_a_context, fails_in_a_tile, config) as failing:
         found = failing.replies([0, 1, 2])
         cause = "it failed in call 2, forward: MemoryError: no room"
         for rank, (_, text, _) in found.items():
