@@ -40,6 +40,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module")
+def little_to_collect() -> None:
+    """For tests that ask for many collections: those before have left much to look at."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def signals_are_as_before() -> Iterator[None]:
     """What starts processes sets them; those of later tests would inherit what is ignored."""

@@ -27,6 +27,8 @@ from megatron_burst.plugin.attention.recompute import Checkpoints, RecomputeHook
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from tests.plugin.test_layer_spec import build  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")
+
 TOKENS, SIZE, LAYERS = 12, 16, 4
 type Run = Callable[["Model", Tensor], Tensor]  # the layers of a model
 

@@ -48,6 +48,8 @@ from megatron_burst.transport.comm import Transfers
 from megatron_burst.transport.errors import CommunicationError
 from tests.attention.faults import lost_gradient, stale_buffer, swapped_chunk
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")
+
 QUIET = Console(quiet=True)
 IN_PROCESS = [str(number) for number, name in enumerate(STAGES, 1) if number < 8]
 
