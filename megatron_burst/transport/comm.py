@@ -292,7 +292,7 @@ class Transfers:
             with span(self._name, number, "wait"):
                 while pending:
                     self._communicator.wait(pending.pop(0))
-        self._pending.pop(number, None)
+            del self._pending[number]
         return self._steps[number].arrivals
 
     def let_through(self) -> None:
