@@ -17,8 +17,8 @@ from tests.workers import Team, WorkerPool
 def test_ranks_that_do_not_end_are_ended() -> None:
     """By SIGTERM, which torchrun passes on to its ranks; they have sessions of their own."""
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit('told to end'));"
-    printed, errors = ranks._finish([sys.executable, "-c", f"{code} time.sleep(60)"], 3.0, {})
-    assert not printed and errors == "told to end\n\nnot at its end after 3 s"
+    printed, errors = ranks._finish([sys.executable, "-c", f"{code} time.sleep(60)"], 1.5, {})
+    assert not printed and errors == "told to end\n\nnot at its end after 1.5 s"
 
 
 def of_ranks(team: Team) -> dict[str, Any]:
