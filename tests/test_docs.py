@@ -213,7 +213,7 @@ def run_as_rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_PORT": Path(folder, "port").read_text()}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for stream, name in ((1, "out"), (2, "errors")):
         os.dup2(os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT), stream)
     runpy.run_path(f"{folder}/example.py", run_name="__main__")

@@ -189,7 +189,6 @@ class Communicator:
                 said = batch.names
                 if len(works) == len(batch.messages):  # NCCL gives one handle for all
                     said = self.name_of(batch.messages[number].transfer)
-                    _let_through(works[number + 1 :])
                 raise self._failed(batch, said, error) from error
         for tensor, wire in arriving:
             tensor.copy_(wire)
@@ -235,17 +234,6 @@ def post_together(group: dist.ProcessGroup, calls: Sequence[_Call]) -> list[dist
     return [group._end_coalescing(device)]
 
 
-def _let_through(works: Sequence[dist.Work]) -> None:
-    """Wait for what gloo has under way, before a connection is closed.
-
-    A message that is cut off in the middle would leave the other end waiting for its time limit:
-    gloo fails those that have not begun, and forgets that one.
-    """
-    with suppress(RuntimeError):  # the other end has failed, too
-        for work in works:
-            work.wait(_A_WHILE)
-
-
 class Transfers:
     """The transfers of one forward or backward: what is on its way."""
 
@@ -288,15 +276,20 @@ class Transfers:
         Raises:
             CommunicationError: a peer died, or a message took longer than the time limit.
         """
-        if pending := self._pending.get(number):
+        if number in self._pending:
             with span(self._name, number, "wait"):
-                while pending:
-                    self._communicator.wait(pending.pop(0))
-            del self._pending[number]
+                for posted in self._pending.pop(number):
+                    self._communicator.wait(posted)
         return self._steps[number].arrivals
 
     def let_through(self) -> None:
-        """Wait for what gloo has under way, before connections are closed."""
+        """Wait a while for what gloo has under way, before connections are closed.
+
+        A message that is cut off in the middle would leave the other end waiting for its time
+        limit: gloo fails those that have not begun, and forgets that one.
+        """
         for posted in itertools.chain.from_iterable(self._pending.values()):
             if posted.seconds is not None:
-                _let_through(posted.works)
+                with suppress(RuntimeError):  # the other end has failed, too
+                    for work in posted.works:
+                        work.wait(_A_WHILE)
