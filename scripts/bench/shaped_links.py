@@ -27,6 +27,10 @@ NIC, SWITCH_ADDRESS = "nic", "10.77.255.254"
 # slow start; with it, a ring would gain by sending to one neighbour alone, a connection never idle.
 SETTINGS = "net.ipv4.tcp_congestion_control=reno net.ipv4.ip_forward=1"
 SETTINGS += " net.ipv4.tcp_slow_start_after_idle=0"
+BURST_SECONDS, PACKET_BYTES = 2e-3, 70_000
+"""What a shaper that idled lets through at once, which whoever pauses gets for nothing: of its
+rate, for a busy core wakes up no sooner, and a packet as TCP hands it over, headers of its frames
+counted, for smaller ones a core would have to cut."""
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -129,8 +133,13 @@ def _plug_in(cluster: Cluster, rank: int, mbit: float) -> None:
     _run(f"ip -n {cluster.switch} route add {address} dev {port}")
     if not math.isinf(mbit):
         for name, device in ((here, NIC), (cluster.switch, port)):
-            shape = f"tbf rate {mbit}mbit burst 256kb latency 50ms"
+            shape = f"tbf rate {mbit}mbit burst {burst_bytes(mbit)} latency 50ms"
             _run(f"tc -n {name} qdisc add dev {device} root {shape}")
+
+
+def burst_bytes(mbit: float) -> int:
+    """Return what a shaper lets through at once."""
+    return max(PACKET_BYTES, round(mbit * 1e6 / 8 * BURST_SECONDS))
 
 
 def _join(cluster: Cluster, rank: int, peer: int) -> None:

@@ -100,7 +100,7 @@ def test_a_message_leaves_by_the_senders_own_link(
     assert sent.pop(device) == pytest.approx(PAYLOAD_BYTES, rel=0.02)
     assert max(sent.values()) < 0.01 * PAYLOAD_BYTES
     if device == "nic":  # both shapers let their burst pass at once
-        assert seconds > (PAYLOAD_BYTES - 2 * 256 * 1024) * 8 / 100e6
+        assert seconds > (PAYLOAD_BYTES - 2 * links.burst_bytes(100)) * 8 / 100e6
 
 
 @needs_links
