@@ -28,9 +28,9 @@ NIC, SWITCH_ADDRESS = "nic", "10.77.255.254"
 SETTINGS = "net.ipv4.tcp_congestion_control=reno net.ipv4.ip_forward=1"
 SETTINGS += " net.ipv4.tcp_slow_start_after_idle=0"
 BURST_SECONDS, PACKET_BYTES = 2e-3, 70_000
-"""What a shaper that idled lets through at once, which whoever pauses gets for nothing: of its
-rate, for a busy core wakes up no sooner, and a packet as TCP hands it over, headers of its frames
-counted, for smaller ones a core would have to cut."""
+"""A shaper that idled lets this much through at once, for nothing, so it is little: what its rate
+gives in 2 ms, for a busy core wakes up no sooner, and no less than a packet of TCP with the headers
+of its frames, which a core would have to cut."""
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
