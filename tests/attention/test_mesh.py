@@ -10,7 +10,7 @@ from megatron_burst import BurstConfig
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.machine import H100
+from megatron_burst.plans.choice.machine import CPU
 from megatron_burst.plans.choice.planning import Choice, choose, make_layout
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.mesh import Mesh
@@ -47,7 +47,7 @@ def choice_of(case: Case, ranks: int) -> Choice:
     tiling = Tiling(make_layout(config, tokens * ranks, ranks), case.mask)
     value_dim = case.value_dim or case.dim
     shape = Shape(case.batch * tokens, *case.heads, case.dim, value_dim, size, 4)
-    return choose(config, tiling, grid, shape, nodes, links=Links.of(nodes, shape, H100, 1))
+    return choose(config, tiling, grid, shape, nodes, links=Links.of(nodes, shape, CPU, 1))
 
 
 def check(workers: WorkerPool, ranks: int, cases: list[Case]) -> None:
@@ -146,7 +146,7 @@ def lines_of(team: Team, case: Case) -> list[str]:
 
 
 def test_auto_takes_it_and_the_log_says_what_the_next_best_would_cost(workers: WorkerPool) -> None:
-    case = Case(config={"ranks_per_node": 1}, heads=(4, 4), chunk=64, dim=64)
+    case = Case(config={"ranks_per_node": 1}, heads=(16, 16), chunk=256, dim=64)
     (line,), *_ = workers.run(4, lines_of, case)
     forward, backward = choice_of(case, 4).forward, choice_of(case, 4).backward
     assert f"forward {forward[0]} ({forward[1]})" in line

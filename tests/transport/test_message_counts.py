@@ -69,7 +69,8 @@ def test_what_goes_together_is_one_message(
 def test_what_a_node_sums_waits_for_one_batch_of_another_node() -> None:
     """Gradients of keys behind one of queries, on 64 ranks; the clock counts them so."""
     sizes = Sizes(4096, 32, 8, 128)
-    context = context_of(32, EIGHT, BurstConfig(kernel="reference"), Silence(64))
+    config = BurstConfig(kernel="reference", topology="mesh")
+    context = context_of(32, EIGHT, config, Silence(64))
     plan = OneRank(context, sizes.draw("meta", torch.bfloat16)).call.backward_plan
     behind, on_their_way = [], list[int]()
     for number, step in enumerate(plan.steps):

@@ -16,7 +16,7 @@ from megatron_burst.config import (
 from megatron_burst.plans.choice.cost import Shape, Traffic, traffic
 from megatron_burst.plans.choice.timing import Links, PassTime, pass_time
 from megatron_burst.plans.schedules.direct import Direct
-from megatron_burst.plans.schedules.mesh import meshes
+from megatron_burst.plans.schedules.mesh import Mesh, meshes
 from megatron_burst.plans.schedules.plan import Kind, Plan
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.schedule import Schedule
@@ -32,7 +32,7 @@ from megatron_burst.plans.visibility.layout import (
 
 _CHUNK_ROWS = 512  # at least, of each of more than two segments; four of a kernel's blocks
 TIMED = 256  # ranks of a ring that are put on the clock, which takes their square
-_NEAR = 1.005  # of the fastest's time, with which a schedule of fewer bytes is taken
+_NEAR = 1.005  # of the fastest's time, with which no mesh, or one of fewer bytes, is taken
 _UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
 
 
@@ -107,7 +107,7 @@ def choose(
     memory_limit: float = math.inf,
     links: Links | None = None,
 ) -> Choice:
-    """Choose the fastest on these links; of nearly equal ones that of the fewest bytes.
+    """Choose the fastest on these links; of nearly equal ones no mesh, then that of fewest bytes.
 
     Those count alone where no links are given: on the bottleneck link, of equal ones all bytes,
     then memory; and under sparse masks for rings of more than 256 ranks. Of dense ones more ranks
@@ -206,6 +206,8 @@ class _Pass:
             return sorted(offers, key=lambda x: not _are_alike(x.schedule, like))
         if (links := self.links) is None or len(offers) < 2:
             return offers
+        # A mesh holds and merges more: it has to be faster.
+        offers = sorted(offers, key=lambda x: isinstance(x.schedule, Mesh))
         times = [pass_time(x.schedule, links, backward=self.backward) for x in offers]
         least = min(time.seconds for time in times)
         first = next(n for n, time in enumerate(times) if time.seconds <= _NEAR * least)

@@ -56,7 +56,8 @@ class Ring(Schedule):
 
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
-        more, parts, sums = (1, 2, 4) if self._two_levels else (0, 4, 0)
+        flat = 0, 4 + (self.grid.nodes > 2 and not self.chained), 0
+        more, parts, sums = (1, 2, 4) if self._two_levels else flat
         most = self.grid.ranks - 1
         at_once = most if self.gather else 0
         held = (at_once or min(2 + more, most)) * sizes[self.sent]
@@ -181,7 +182,7 @@ class Ring(Schedule):
                 yield Leg(part, t, begin, Channel.GRADIENT_WITHIN, step, step)
             if begin > 0:
                 leaves = begin + length + self._delay + tail
-                lands = leaves if begin + length == ranks else leaves + length - 1
+                lands = min(leaves + max(length - 1, 1), ranks + self._delay + tail)
                 yield Leg(of_node, begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
 
 
