@@ -3,7 +3,7 @@
 
     python scripts/bench/attention.py [--places 1x2 2x2] [--masks causal full] [--heads 8:8 8:2]
     python scripts/bench/attention.py --mbit 200 400 inf --places 2x2 4x1 --masks causal
-    python scripts/bench/attention.py --gflops 20 --mbit 200 400 --masks causal
+    python scripts/bench/attention.py --gflops 8 --mbit 80 160 --masks causal
     torchrun --nproc-per-node 8 scripts/bench/attention.py --device cuda
 
 Without torchrun the ranks are processes of this machine over gloo. Their nodes, 4x2 being four of
