@@ -32,7 +32,7 @@ from megatron_burst.plans.visibility.layout import (
 
 _CHUNK_ROWS = 512  # at least, of each of more than two segments; four of a kernel's blocks
 TIMED = 256  # ranks of a ring that are put on the clock, which takes their square
-_NEAR = 1.005  # of the fastest's time, with which no mesh, or one of fewer bytes, is taken
+_NEAR = 1.005  # of the fastest's time; up to it a mesh comes last, and fewer bytes first
 _UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
 
 
@@ -107,7 +107,7 @@ def choose(
     memory_limit: float = math.inf,
     links: Links | None = None,
 ) -> Choice:
-    """Choose the fastest on these links; of nearly equal ones no mesh, then that of fewest bytes.
+    """Choose the fastest on these links; of nearly equal ones a mesh last, the fewest bytes first.
 
     Those count alone where no links are given: on the bottleneck link, of equal ones all bytes,
     then memory; and under sparse masks for rings of more than 256 ranks. Of dense ones more ranks

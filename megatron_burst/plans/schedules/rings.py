@@ -56,6 +56,7 @@ class Ring(Schedule):
 
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
+        # Straight between nodes of one rank a part is a step longer on its way.
         flat = 0, 4 + (self.grid.nodes > 2 and not self.chained), 0
         more, parts, sums = (1, 2, 4) if self._two_levels else flat
         most = self.grid.ranks - 1
@@ -182,6 +183,7 @@ class Ring(Schedule):
                 yield Leg(part, t, begin, Channel.GRADIENT_WITHIN, step, step)
             if begin > 0:
                 leaves = begin + length + self._delay + tail
+                # With no step to spare, a rank that is late would hold up all others.
                 lands = min(leaves + max(length - 1, 1), ranks + self._delay + tail)
                 yield Leg(of_node, begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
 
