@@ -52,7 +52,7 @@ CELLS += " --algorithms 'ring flat' allgather ulysses 'burst hybrid' 'burst auto
 CHOSEN = f"--mbit 200 400 1000 {CELLS} --repetitions 13 --output {RESULTS}/cpu_chosen.md"
 FORCED = " 'ring double' 'ring hybrid' 'burst query flat' 'burst query double' 'burst kv double'"
 FORCED += " 'burst mesh' 'burst chunks'"
-PACED = f"--mbit 80 160 400 {CELLS}{FORCED} --gflops 8 --repetitions 3"
+PACED = f"--mbit 40 80 200 {CELLS}{FORCED} --gflops 4 --repetitions 3"
 """As 20 GFLOP/s at 200 to 1000 Mbit/s, but what two cores pack for eight ranks counts less."""
 PACKED = "--places 1x2 --tokens 16384 --heads 1 --head-dim 64 --masks causal documents:2048"
 PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"

@@ -170,10 +170,10 @@ def test_with_grouped_heads_it_is_taken_where_it_saves_a_tenth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rate", "taken"), [(4096, 90e9, Ring), (8192, 60e9, Mesh)], ids=["tie", "faster"]
+    ("tokens", "rate", "taken"), [(16384, 40e9, Ring), (8192, 60e9, Mesh)], ids=["tie", "faster"]
 )
 def test_by_the_clock_it_has_to_be_faster(tokens: int, rate: float, taken: type) -> None:
-    """A mesh of fewer bytes, 0.02 and 0.6 % faster than the fastest ring."""
+    """A mesh of fewer bytes, 0.4 and 0.6 % faster than the fastest ring."""
     shape, tiling = replace(MHA, tokens=tokens), Tiling(zigzag(tokens * 8, 8), Mask.causal())
     links = Links.of(range(8), shape, replace(H100, nic_rate=rate), 1)
     grid = make_grid(8, 1)

@@ -1,7 +1,7 @@
 """When ranks that carry out plans are done, given how long computing and messages take.
 
 All ranks begin together. A message starts when both of its ends have posted it and what its sender
-posted before on that link is through.
+posted before on that link is through. What it posts there in one step is through together.
 """
 
 from collections import defaultdict, deque
@@ -51,6 +51,7 @@ def _run(
             waits[r.lands].append(links.post(r.item, r.peer, rank, now, sends=False))
         for s in step.sends:
             waits[s.lands].append(links.post(s.item, rank, s.peer, now, sends=True))
+        links.close(rank)
         while not all(key in links.arrivals for key in waits[number]):
             yield
         computed = now + computing(rank, step)
@@ -64,7 +65,8 @@ class _Links:
     def __init__(self, message: Callable[[Item, int, int], tuple[str, float]]) -> None:
         self._message = message
         self._posted: dict[tuple[_Link, bool], list[float]] = defaultdict(list)  # when, by its end
-        self._queues: dict[tuple[int, str], deque[tuple[_Key, float]]] = defaultdict(deque)
+        self._batches: dict[tuple[int, str], list[tuple[_Key, float]]] = defaultdict(list)
+        self._queues: dict[tuple[int, str], deque[list[tuple[_Key, float]]]] = defaultdict(deque)
         self._free: dict[tuple[int, str], float] = defaultdict(float)
         self.arrivals: dict[_Key, float] = {}
 
@@ -76,17 +78,20 @@ class _Links:
         posted.append(now)
         key = link, len(posted) - 1
         if sends:
-            self._queues[source, network].append((key, seconds))
+            self._batches[source, network].append((key, seconds))
         return key
+
+    def close(self, source: int) -> None:
+        """Note that a rank has posted all that it sends in a step."""
+        for sender in [sender for sender in self._batches if sender[0] == source]:
+            self._queues[sender].append(self._batches.pop(sender))
 
     def move(self) -> None:
         """Let every message through whose both ends are there and whose turn it is."""
         for sender, queue in self._queues.items():
-            while queue:
-                (link, number), seconds = queue[0]
-                sent, awaited = self._posted[link, True], self._posted[link, False]
-                if len(awaited) <= number:
-                    break
-                queue.popleft()
-                start = max(sent[number], awaited[number], self._free[sender])
-                self.arrivals[link, number] = self._free[sender] = start + seconds
+            while queue and all(len(self._posted[link, False]) > n for (link, n), _ in queue[0]):
+                batch = queue.popleft()
+                for (link, number), seconds in batch:
+                    posted = self._posted[link, True][number], self._posted[link, False][number]
+                    self._free[sender] = max(*posted, self._free[sender]) + seconds
+                self.arrivals |= dict.fromkeys((key for key, _ in batch), self._free[sender])
