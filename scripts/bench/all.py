@@ -72,7 +72,7 @@ STEPS = {
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),
     "chosen": _measured("chosen", 15, CHOSEN, "attention"),
-    "paced": _measured("paced", 45, PACED, "attention"),
+    "paced": _measured("paced", 65, PACED, "attention"),
     "packed": _measured("packed", 4, PACKED, "attention"),
     "convergence": _measured("convergence", 40, picture="docs/convergence.svg"),
     "budgets": _made(3, "budgets.py", "budgets.md budgets.csv design/nccl.md"),

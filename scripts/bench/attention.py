@@ -307,7 +307,7 @@ after idling."""
 
 PACED = """ Kernels compute
 nothing: each takes the time of its FLOPs at {:g} GFLOP/s, as if every rank had a processor of its
-own, and plans are chosen for that rate."""
+own, and plans are chosen for that rate. Alone they ran once, before all turns."""
 
 
 def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
