@@ -54,6 +54,7 @@ FORCED = " 'ring double' 'ring hybrid' 'burst query flat' 'burst query double' '
 FORCED += " 'burst mesh' 'burst chunks'"
 PACED = f"--mbit 40 80 200 {CELLS}{FORCED} --gflops 4 --repetitions 3"
 """As 20 GFLOP/s at 200 to 1000 Mbit/s, but what two cores pack for eight ranks counts less."""
+PACED_BFLOAT16 = f"{PACED} --dtype bfloat16 --output {RESULTS}/cpu_paced_bfloat16.md"
 PACKED = "--places 1x2 --tokens 16384 --heads 1 --head-dim 64 --masks causal documents:2048"
 PACKED += " --algorithms 'ring flat' 'burst auto' 'burst balanced'"
 PACKED += f" --output {RESULTS}/cpu_packed.md"
@@ -71,8 +72,9 @@ STEPS = {
     "attention": _measured("attention", 10, "--repetitions 7"),
     "two_nodes": _measured("two_nodes", 40, LINKS, "attention", "docs/two-nodes.svg"),
     "many_nodes": _measured("many_nodes", 65, MANY, "attention"),
-    "chosen": _measured("chosen", 15, CHOSEN, "attention"),
+    "chosen": _measured("chosen", 35, CHOSEN, "attention"),
     "paced": _measured("paced", 65, PACED, "attention"),
+    "paced_bfloat16": _measured("paced_bfloat16", 55, PACED_BFLOAT16, "attention"),
     "packed": _measured("packed", 4, PACKED, "attention"),
     "convergence": _measured("convergence", 40, picture="docs/convergence.svg"),
     "budgets": _made(3, "budgets.py", "budgets.md budgets.csv design/nccl.md"),

@@ -3,7 +3,7 @@
 All ranks begin together. Both ends post a message at the start of one step, so all that is posted
 before a step is known when it starts: no events are needed. A message starts when both ends have
 posted it and what its sender posted before on that network is through. What a sender posts in one
-step shares the network, by TCP as in a group of NCCL's, and is through together.
+step shares the network, as TCP's connections and NCCL's communicators do: it is through together.
 """
 
 from collections import defaultdict
@@ -44,7 +44,7 @@ def duration(messages: Iterable[Timed], computing: _Seconds) -> float:
             posted[step].append((timed, leg))
     landing: dict[int, list[tuple[NDArray[np.int64], _Seconds]]] = defaultdict(list)
     for step, of_ranks in enumerate(computing):
-        sent = []
+        sent = []  # in this step: until all of it is known, nothing of it is through
         for timed, leg in posted[step]:
             goes = timed.loads.sizes[leg] > 0
             source, target = timed.loads.sources[leg, goes], timed.loads.targets[leg, goes]
