@@ -68,8 +68,11 @@ class Place:
 
     def is_chained(self, case: Case) -> bool:
         """Of baselines, and where every partial would cross the nodes."""
-        several = len({p // self.per_node for p in self.processes}) > 1
-        return case.config["algorithm"] != "burst" or (several and self.grid(case).nodes == 1)
+        if case.config["algorithm"] != "burst":
+            return True
+        grid, several = self.grid(case), len({p // self.per_node for p in self.processes}) > 1
+        exact = case.dtype.itemsize >= 4 and not case.mask.is_sparse
+        return several and (grid.nodes == 1 or (grid.ranks_per_node == 1 and exact))
 
 
 ONE_NODE = {f"{p} on a node": Place(range(8 - p, 8), 8, ("flat",)) for p in range(1, 9)}
@@ -419,6 +422,7 @@ def plan_as_configured(team: Team, case: Case) -> tuple[int, Plan]:
     ("name", "algorithm", "topology", "way"),
     [
         ("3 on a node", "burst", "flat", "home"),
+        ("3 nodes x 1", "burst", "double", "chain"),  # of float32, past no other message
         ("2 nodes x 2", "burst", "double", "home"),
         ("2 nodes x 2", "burst", "flat", "chain"),  # each partial would cross the nodes
         ("nodes of 1, 2 and 2", "burst", "double", "chain"),  # a flat ring, too

@@ -239,9 +239,23 @@ class _Pass:
 
     def _rings(self) -> Iterator[Ring]:
         gather = self.config.algorithm is Algorithm.ALLGATHER
-        chained = _is_chained(self.config, self.grid, self.nodes)
         for kind in self._kinds():
-            yield Ring(self.tiling, self.grid, kind, chained, gather)
+            ring = Ring(self.tiling, self.grid, kind, gather=gather)
+            yield replace(ring, chained=self._is_chained(ring))
+
+    def _is_chained(self, ring: Ring) -> bool:
+        """Of the baselines, where a flat ring leaves the node, and on nodes of one rank if alike.
+
+        A flat ring would send every part straight out of the node. Nodes of one rank send as much
+        by the chain where a part is as wide as a sum, and no rounding differs.
+        """
+        if self.config.algorithm is not Algorithm.BURST:
+            return True
+        if self.grid.nodes == 1:
+            return len(set(self.nodes)) > 1
+        as_wide = self._sizes[ring.returned] == self._sizes[ring.sent.gradient]
+        exact = self.shape.gradient_bytes >= 4 and not self.tiling.mask.is_sparse
+        return self.grid.ranks_per_node == 1 and as_wide and exact
 
     def _direct(self) -> Iterator[Direct]:
         """Only of sparse masks; what goes straight keeps to no row or column."""
@@ -322,12 +336,6 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
         LayoutName.STRIPED: striped,
     }
     return makers[config.layout](tokens, ranks)
-
-
-def _is_chained(config: BurstConfig, grid: Grid, nodes: Sequence[Hashable]) -> bool:
-    """Of the baselines, and where a flat ring leaves the node: straight home every part would."""
-    leaves_the_node = grid.nodes == 1 and len(set(nodes)) > 1
-    return config.algorithm is not Algorithm.BURST or leaves_the_node
 
 
 def mib(count: float) -> str:

@@ -7,7 +7,8 @@ before. With one node this is the flat ring.
 
 A gradient that returns by the chain collects one partial sum a rank, a step behind its block. The
 owner's node returns it when the first pass is over; of every later node the sum of its pass is sent
-to the next node, and the last one to the owner. Returned straight instead, a rank's partial goes to
+to the next node, and the last one to the owner. On nodes of one rank blocks come by the chain,
+too: no two messages then meet at a rank's NIC. Returned straight instead, a rank's partial goes to
 the rank of the owner's local index in its own node, and the sum of that node straight to the owner.
 The owner's own partial stays there; it is computed in parts, the first while the first block is on
 its way and the rest while the last gradient is.
@@ -147,9 +148,11 @@ class Ring(Schedule):
         Were it passed on from node to node, it would fill a buffer for a whole pass.
         """
         length, sent = self.grid.ranks_per_node, self.sent
+        is_passed_on = self.chained and length == 1
         for begin in range(0, self.grid.ranks, length):
             if begin > 0:
-                yield Leg(sent, 0, begin, Channel.READ_BETWEEN, begin - length, begin - 1)
+                source = begin - 1 if is_passed_on else 0
+                yield Leg(sent, source, begin, Channel.READ_BETWEEN, begin - length, begin - 1)
             for t in range(begin + 1, begin + length):
                 yield Leg(sent, t - 1, t, Channel.READ_WITHIN, t - 1, t - 1)
 
