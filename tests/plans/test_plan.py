@@ -179,6 +179,14 @@ def test_every_rank_sends_and_receives_as_many_messages_as_the_formulas_say(case
 
 
 @of_every_case
+def test_by_the_chain_ranks_with_a_node_each_send_to_one_neighbour(case: Case) -> None:
+    grid = case.variant.grid
+    if case.variant.returns is not False and 1 in (grid.nodes, grid.ranks_per_node):
+        for plan in case.plans:
+            assert len({send.peer for send in plan.sends}) == min(1, grid.ranks - 1)
+
+
+@of_every_case
 def test_few_blocks_of_others_are_there_at_a_time(case: Case) -> None:
     variant, grid = case.variant, case.variant.grid
     flat = 1 in (grid.nodes, grid.ranks_per_node)
