@@ -67,7 +67,7 @@ class Place:
         return choose_grid(topology, [p // self.per_node for p in self.processes])[0]
 
     def is_chained(self, case: Case) -> bool:
-        """Of baselines, and where every partial would cross the nodes."""
+        """Of baselines, where every partial would cross the nodes, and if it sends no more."""
         if case.config["algorithm"] != "burst":
             return True
         grid, several = self.grid(case), len({p // self.per_node for p in self.processes}) > 1
@@ -422,7 +422,7 @@ def plan_as_configured(team: Team, case: Case) -> tuple[int, Plan]:
     ("name", "algorithm", "topology", "way"),
     [
         ("3 on a node", "burst", "flat", "home"),
-        ("3 nodes x 1", "burst", "double", "chain"),  # of float32, past no other message
+        ("3 nodes x 1", "burst", "double", "chain"),  # in float32
         ("2 nodes x 2", "burst", "double", "home"),
         ("2 nodes x 2", "burst", "flat", "chain"),  # each partial would cross the nodes
         ("nodes of 1, 2 and 2", "burst", "double", "chain"),  # a flat ring, too
@@ -441,6 +441,27 @@ def test_gradients_go_home_straight_unless_that_crosses_nodes_more_often(
     for rank, plan in workers.run(place.processes, plan_as_configured, case):
         expected = plans_of(case, place, rank)[1]
         assert steps_of(plan) == steps_of(expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": torch.bfloat16},  # a part is half as wide as a sum
+        {"dtype": torch.bfloat16, "config": {"grad_dtype": "model"}},  # rounded at every hop
+        # A part may be fewer rows than a sum; a direct exchange would be over the limit.
+        {"masking": Masking(window=23999), "chunk": 4000, "config": {"memory_mb": 1}},
+    ],
+    ids=str,
+)
+def test_on_nodes_of_one_rank_nothing_is_lost_by_the_chain(
+    workers: WorkerPool, settings: dict[str, Any]
+) -> None:
+    place = PLACES["3 nodes x 1"]
+    config = {"algorithm": "burst", "topology": "double", "ranks_per_node": 1}
+    case = Case(**settings | {"config": config | settings.get("config", {})})
+    assert not place.is_chained(case)
+    for rank, plan in workers.run(place.processes, plan_as_configured, case):
+        assert steps_of(plan) == steps_of(plans_of(case, place, rank)[1])
 
 
 def steps_of(plan: Plan) -> list[tuple[object, ...]]:

@@ -244,18 +244,19 @@ class _Pass:
             yield replace(ring, chained=self._is_chained(ring))
 
     def _is_chained(self, ring: Ring) -> bool:
-        """Of the baselines, where a flat ring leaves the node, and on nodes of one rank if alike.
+        """Of baselines, where a flat ring leaves the node, and on nodes of one rank if as cheap.
 
-        A flat ring would send every part straight out of the node. Nodes of one rank send as much
-        by the chain where a part is as wide as a sum, and no rounding differs.
+        In such a flat ring every part would leave the node. On nodes of one rank the chain sends as
+        much if a part is as wide as a sum and no mask spares rows, and rounds no more in float32.
         """
         if self.config.algorithm is not Algorithm.BURST:
             return True
         if self.grid.nodes == 1:
             return len(set(self.nodes)) > 1
-        as_wide = self._sizes[ring.returned] == self._sizes[ring.sent.gradient]
-        exact = self.shape.gradient_bytes >= 4 and not self.tiling.mask.is_sparse
-        return self.grid.ranks_per_node == 1 and as_wide and exact
+        sends_as_much = self._sizes[ring.returned] == self._sizes[ring.sent.gradient]
+        sends_as_much &= not self.tiling.mask.is_sparse
+        is_wide = self.shape.gradient_bytes >= 4  # float32, which a hop does not round to 16 bits
+        return self.grid.ranks_per_node == 1 and sends_as_much and is_wide
 
     def _direct(self) -> Iterator[Direct]:
         """Only of sparse masks; what goes straight keeps to no row or column."""

@@ -3,12 +3,12 @@
 In step p·L + s (pass p, step s of it) rank (node, local) works on the block of (node-p, local-s).
 Within a pass a block moves on to the next rank of the node. Each pass starts from the node's rank
 of the same local index as the owner, which has sent it the block straight, in the whole pass
-before. With one node this is the flat ring.
+before. With one node this is the flat ring. With one rank a node and gradients by the chain, blocks
+come from the neighbour, too: ranks drift apart, and messages from several would meet at a NIC.
 
 A gradient that returns by the chain collects one partial sum a rank, a step behind its block. The
 owner's node returns it when the first pass is over; of every later node the sum of its pass is sent
-to the next node, and the last one to the owner. On nodes of one rank blocks come by the chain,
-too: no two messages then meet at a rank's NIC. Returned straight instead, a rank's partial goes to
+to the next node, and the last one to the owner. Returned straight instead, a rank's partial goes to
 the rank of the owner's local index in its own node, and the sum of that node straight to the owner.
 The owner's own partial stays there; it is computed in parts, the first while the first block is on
 its way and the rest while the last gradient is.
@@ -46,7 +46,10 @@ class Ring(Schedule):
     sent: Kind = Kind.KV
     """KV, or QUERY for a backward in which K and V stay."""
     chained: bool = False
-    """Whether gradients return by the chain: rounded at every hop where they travel in 16 bits."""
+    """Whether gradients return by the chain: rounded at every hop where they travel in 16 bits.
+
+    On nodes of one rank blocks go from neighbour to neighbour, then.
+    """
     gather: bool = False
     """Compute only when all blocks have arrived: the all-gather of other frameworks."""
 
