@@ -21,9 +21,7 @@ from megatron_burst.plans.choice.machine import CPU, Machine
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_COPY_RATE, _MEMORY_RATE, _STEP_SECONDS = 1.5e9, 0.8e9, 1e-3
-"""Of copies, sums and steps on cores that are free: fitted to a run before the one of
-scripts/bench/results/cpu_paced.md."""
+_COPY_RATE = 1.5e9  # bytes/s on cores that are free; fitted
 
 
 @contextmanager
@@ -36,12 +34,7 @@ def paced(flops_a_second: float) -> Iterator[None]:
 
     def machine_here(between: float | None = None) -> Machine:
         rates = dict.fromkeys(("forward_rate", "backward_rate", "linear_rate"), flops_a_second)
-        free = {
-            "copy_rate": _COPY_RATE,
-            "memory_rate": _MEMORY_RATE,
-            "step_seconds": _STEP_SECONDS,
-            "hop_slowness": 0.0,  # messages hide behind who sleeps
-        }
+        free = {"copy_rate": _COPY_RATE, "hop_slowness": 0.0}  # messages hide behind who sleeps
         return replace(CPU, nic_rate=between or CPU.nic_rate, **free, **rates)
 
     with patch.object(context, "machine_here", machine_here), _Paced(flops_a_second):
