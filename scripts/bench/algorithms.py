@@ -136,6 +136,12 @@ class Kernels:
         lse = torch.full(of_rows, math.log(tokens), device=q.device)  # about what it would be
         self.finished = dout, torch.zeros_like(dout), lse
 
+        steps = chain(self.call.forward_plan.steps, self.call.backward_plan.steps)
+        tiles = [(step.receives, step.sends, [one.blocks for one in step.blocks]) for step in steps]
+        config = context.config
+        self.plan = context.heads.size, config.head_chunks, config.layout, tiles
+        """What is equal where two algorithms do the same."""
+
     def forward(self) -> None:
         for some in chain(*self.call.forward_launches):
             self.call.kernel.forward(self.call.of_rows(some, *self.qkv))

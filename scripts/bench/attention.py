@@ -87,6 +87,7 @@ class Found(NamedTuple):
 
     times: dict[Way, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
     sent: dict[str, Any]  # bytes of forward and of backward; of who sends most
+    plans: dict[str, str]  # the first algorithm that has the same plan on this rank
 
 
 def mask_of(name: str, tokens: int) -> Mask:
@@ -156,12 +157,15 @@ def measure_case(
 ) -> Found:
     mask, dtype = mask_of(case.mask, place.ranks * case.sizes.tokens), getattr(torch, args.dtype)
     runs: dict[Way, Attention | Kernels] = {}
-    sent = {}
+    sent, plans = {}, {}
+    known: dict[str, Any] = {}
     for name, context in contexts.items():
         if runs_here(name, place, case.sizes):
             about = (context, case.sizes, mask, args.device, dtype)
-            whole = Attention(*about)
-            runs[name, WHOLE], runs[name, KERNELS] = whole, Kernels(*about)
+            whole, kernels = Attention(*about), Kernels(*about)
+            runs[name, WHOLE], runs[name, KERNELS] = whole, kernels
+            plans[name] = next((n for n, other in known.items() if other == kernels.plan), name)
+            known.setdefault(plans[name], kernels.plan)
             dist.barrier()
             sent[name] = whole.count_bytes()
     ways = {way: partial(once, run, args.device) for way, run in runs.items()}
@@ -172,7 +176,8 @@ def measure_case(
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (times, sent))
     slowest = {name: np.max([t[name] for t, _ in ranks], axis=0) for name in times}
-    return Found(slowest, {name: np.max([s[name] for _, s in ranks], axis=0) for name in sent})
+    most = {name: np.max([s[name] for _, s in ranks], axis=0) for name in sent}
+    return Found(slowest, most, plans)
 
 
 def message_rate() -> float:
@@ -215,7 +220,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yield the forward, the backward and the step of every case and algorithm, causal first."""
     causal: dict[Any, float] = {}
-    for case, (_, sent) in launches[0][0].items():
+    for case, (_, sent, plans) in launches[0][0].items():
         tokens = place.ranks * case.sizes.tokens
         pairs = visible_pairs(mask_of(case.mask, tokens), tokens)
         for name, (phase, parts) in product(sent, PHASES.items()):
@@ -237,6 +242,7 @@ def rows(
                 "dtype": args.dtype,
                 "kernel": args.kernel,
                 "algorithm": name,
+                "plan_of": plans[name],
                 "phase": phase,
                 **spent,
                 "launches": len(launches),
@@ -263,20 +269,28 @@ def body(found: Sequence[Row]) -> str:
 def table(found: Sequence[Row]) -> str:
     """Return a line for each algorithm, with a column for each mask or rate."""
     lines: dict[str, dict[str, str]] = defaultdict(dict)
-    times: dict[str, dict[str, float]] = defaultdict(dict)
+    columns: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in found:
         name, column = row["algorithm"], row["mask"]
         column += "" if math.isnan(row["mbit"]) else f", {row['mbit']:g} Mbit/s"
-        times[column][name] = row["median_s"]
+        columns[column][name] = row
         cell = f"{1e3 * row['median_s']:.1f} ({row['ratio']:.2f}), "
         cell += f"{row['payload_bytes'] / harness.MIB:.2f}, {1 - row['kernels_share']:.0%}"
         lines[name][column] = cell
-    others = [name for name in lines if name != DEFAULT]
-    for name, among, of_what in (("burst auto", RINGS, "ring"), (DEFAULT, others, "other")):
-        for column, of in times.items() if name in lines else ():
-            best = min(of[one] for one in among if one in of)
-            lines[f"{name} / best {of_what}"][column] = f"{of[name] / best:.2f}"
-    return harness.table(["algorithm", *times], ([n, *line.values()] for n, line in lines.items()))
+    for column, of in columns.items():
+        if "burst auto" in of:
+            lines["burst auto / best ring"][column] = over_best(of, "burst auto", RINGS)
+        if DEFAULT in of:
+            others = [name for name in of if of[name]["plan_of"] != of[DEFAULT]["plan_of"]]
+            lines[f"{DEFAULT} / best other"][column] = over_best(of, DEFAULT, others)
+    cells = ([name, *line.values()] for name, line in lines.items())
+    return harness.table(["algorithm", *columns], cells)
+
+
+def over_best(rows: Mapping[str, Row], name: str, others: Sequence[str]) -> str:
+    """Return an algorithm's time over the least of these."""
+    best = min((rows[one]["median_s"] for one in others if one in rows), default=math.nan)
+    return f"{rows[name]['median_s'] / best:.2f}"
 
 
 PAGE = """
@@ -287,8 +301,8 @@ Forward and backward of attention alone, batch 1, zigzag, {dtype}: milliseconds 
 is not its own kernel calls, timed alone in the same turns: waiting, copies, sums, Python.
 Milliseconds are the median of {repetitions} repetitions in each of {launches} launches, each as
 long as its slowest rank, the algorithms in a new order each time; the ratio is the median of the
-repetitions' ratios, of the last line that of medians. {where} The hybrids share the heads out over
-pairs of ranks.
+repetitions' ratios, of the last line that of medians, without what has the default's own plan.
+{where} The hybrids share the heads out over pairs of ranks.
 
 Masks: window: a query sees one part in {window} of the sequence before it; documents:N: of
 some N tokens each (an exponential distribution), with the time over what their FLOPs take at the

@@ -176,6 +176,7 @@ def test_attention_has_a_row_for_every_case(
         assert 0 < float(row["q1_s"]) <= float(row["median_s"]) <= float(row["q3_s"])
         assert float(row["kernels_s"]) > 0
         assert (row["algorithm"] == "ring flat") <= (row["ratio"] == "1")
+        assert row["plan_of"] == row["algorithm"]
         assert (row["mask"] == "causal") <= (row["over_causal"] == "1")
     per_flop = [
         float(found[mask, "4", "ulysses", "step"]["tflops_a_rank"])
@@ -190,6 +191,19 @@ def test_attention_has_a_row_for_every_case(
     assert [row["payload_bytes"] for row in sent] == [str(n * 8192) for n in (1, 2, 3)]
     assert page.count("| algorithm | causal | documents:8 | blocks |") == 2
     assert "## 2 ranks, 32 tokens a rank, 4 heads, 1 KV heads, head size 8" in page
+
+
+def test_the_default_is_compared_with_other_plans() -> None:
+    row = {"mask": "causal", "mbit": 40.0, "ratio": 1.0, "payload_bytes": 0, "kernels_share": 1.0}
+    times = {"ring flat": 2.0, "ulysses": 1.0, "burst auto": 3.0, "burst default": 1.5}
+    plans = {name: "ulysses" if name == "burst default" else name for name in times}
+    rows = [
+        {**row, "algorithm": name, "median_s": seconds, "plan_of": plans[name]}
+        for name, seconds in times.items()
+    ]
+    page = attention.table(rows)
+    assert "| burst auto / best ring | 1.50 |" in page
+    assert "| burst default / best other | 0.75 |" in page, "of ring flat"
 
 
 def test_what_the_blocks_and_documents_see() -> None:
