@@ -139,8 +139,8 @@ class Kernels:
         steps = chain(self.call.forward_plan.steps, self.call.backward_plan.steps)
         tiles = [(step.receives, step.sends, [one.blocks for one in step.blocks]) for step in steps]
         config = context.config
+        # Equal where two algorithms do the same.
         self.plan = context.heads.size, config.head_chunks, config.layout, tiles
-        """What is equal where two algorithms do the same."""
 
     def forward(self) -> None:
         for some in chain(*self.call.forward_launches):

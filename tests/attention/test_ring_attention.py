@@ -451,7 +451,7 @@ def test_gradients_go_home_straight_unless_that_crosses_nodes_more_often(
         # A part may be fewer rows than a sum; a direct exchange would be over the limit.
         {"masking": Masking(window=23999), "chunk": 4000, "config": {"memory_mb": 1}},
     ],
-    ids=str,
+    ids=["a part is narrower", "rounded", "a part is fewer rows"],
 )
 def test_on_nodes_of_one_rank_nothing_is_lost_by_the_chain(
     workers: WorkerPool, settings: dict[str, Any]
