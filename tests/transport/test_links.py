@@ -23,9 +23,9 @@ def test_nics_are_as_fast_as_their_ports_and_slow_where_none_is_known(tmp_path: 
 
 
 def slow_here(team: Team) -> tuple[float | None, float | None, Machine]:
-    """Of two nodes and of one; and the machine with slow links. Messages and kernels take 1 s."""
+    """Of two nodes and of one; and the machine with slow links, kernel calls taking a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links.time, "perf_counter", itertools.count().__next__)
+        patch.setattr(links.time, "perf_counter", itertools.count(step=2).__next__)
         rates = rate_between(team.group, "aab"), rate_between(team.group, "aaa")
     assert machine_here(1e9) == machine_here(), "loopback is no network: plans are a GPU's"
     with pytest.MonkeyPatch.context() as patch:
@@ -38,7 +38,7 @@ def slow_here(team: Team) -> tuple[float | None, float | None, Machine]:
 def test_cpus_with_slow_links_between_nodes_choose_for_what_they_are(workers: WorkerPool) -> None:
     found = workers.run(3, slow_here)
     assert [rate is not None for rate, *_ in found] == [True, False, True], "who takes part"
-    assert found[0][0] == 0.95 * 2**21, "of 2 MiB in a second"
+    assert found[0][0] == 0.95 * 2**20, "2 MiB in 2 s"
     assert all(of_one is None for _, of_one, _ in found)
     pace = 4 / 16 * 4 * 512**2 * 8 * 64 / links.CPU_KERNEL_RATE
     expected = replace(CPU.at_pace(pace, of_memory=1.0), nic_rate=25e6)
