@@ -16,7 +16,8 @@ from megatron_burst.transport.errors import named_errors
 from megatron_burst.transport.ports import SYSFS, fastest_ports
 
 _SUSTAINED = 0.9  # of a port's rate
-_AMONG_OTHERS = 0.95  # of the rate of a message alone: a ring's ranks send and receive at once
+_IN_A_RING = 0.95  # of the rate of a message alone; all ranks send and receive at once there
+"""Measured: 0.92 to 1.0 in the median, see scripts/bench/results/cpu_paced.md."""
 _ETHERNET = 10  # Gbit/s of a node
 _SLOW = 1.3e9 / 8  # bytes/s; no cluster's network is as slow, and loopback only where it is shaped
 _MESSAGE, _MESSAGES = 2**21, 6  # bytes, and how many are timed one by one
@@ -68,7 +69,7 @@ def rate_between(group: dist.ProcessGroup, nodes: Sequence[Hashable]) -> float |
                 dist.send(message, group=group, group_dst=other)
                 dist.recv(answer, group=group, group_src=other)
             least = min(least, time.perf_counter() - begun)
-    return _AMONG_OTHERS * _MESSAGE / least
+    return _IN_A_RING * _MESSAGE / least
 
 
 def _pace() -> float:

@@ -137,10 +137,10 @@ class Kernels:
         self.finished = dout, torch.zeros_like(dout), lse
 
         steps = chain(self.call.forward_plan.steps, self.call.backward_plan.steps)
-        tiles = [(step.receives, step.sends, [one.blocks for one in step.blocks]) for step in steps]
+        done = [(step.receives, step.sends, [one.blocks for one in step.blocks]) for step in steps]
         config = context.config
-        # Equal where two algorithms do the same.
-        self.plan = context.heads.size, config.head_chunks, config.layout, tiles
+        # Equal where two algorithms do the same: who sees which rows follows from layout and mask.
+        self.plan = context.heads.size, config.head_chunks, config.layout, done
 
     def forward(self) -> None:
         for some in chain(*self.call.forward_launches):

@@ -87,7 +87,7 @@ class Found(NamedTuple):
 
     times: dict[Way, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
     sent: dict[str, Any]  # bytes of forward and of backward; of who sends most
-    plans: dict[str, str]  # the first algorithm that has the same plan on this rank
+    plans: dict[str, str]  # of each algorithm the first one with the same plans on all ranks
 
 
 def mask_of(name: str, tokens: int) -> Mask:
@@ -158,26 +158,25 @@ def measure_case(
     mask, dtype = mask_of(case.mask, place.ranks * case.sizes.tokens), getattr(torch, args.dtype)
     runs: dict[Way, Attention | Kernels] = {}
     sent, plans = {}, {}
-    known: dict[str, Any] = {}
     for name, context in contexts.items():
         if runs_here(name, place, case.sizes):
             about = (context, case.sizes, mask, args.device, dtype)
             whole, kernels = Attention(*about), Kernels(*about)
             runs[name, WHOLE], runs[name, KERNELS] = whole, kernels
-            plans[name] = next((n for n, other in known.items() if other == kernels.plan), name)
-            known.setdefault(plans[name], kernels.plan)
             dist.barrier()
-            sent[name] = whole.count_bytes()
+            sent[name], plans[name] = whole.count_bytes(), kernels.plan
     ways = {way: partial(once, run, args.device) for way, run in runs.items()}
     # Emulated kernels alone take the same time whenever they run: once is enough.
     alone = {way: ways.pop(way) for way in runs if args.gflops and way[1] == KERNELS}
     times = {way: [kernels()] * args.repetitions for way, kernels in alone.items()}
     times |= harness.in_turns(ways, args.repetitions, seed=number)
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (times, sent))
-    slowest = {name: np.max([t[name] for t, _ in ranks], axis=0) for name in times}
-    most = {name: np.max([s[name] for _, s in ranks], axis=0) for name in sent}
-    return Found(slowest, most, plans)
+    dist.all_gather_object(ranks, (times, sent, plans))
+    slowest = {name: np.max([t[name] for t, _, _ in ranks], axis=0) for name in times}
+    most = {name: np.max([s[name] for _, s, _ in ranks], axis=0) for name in sent}
+    of_all = {name: [plan[name] for *_, plan in ranks] for name in plans}
+    first = {name: next(n for n in of_all if of_all[n] == of_all[name]) for name in of_all}
+    return Found(slowest, most, first)
 
 
 def message_rate() -> float:
@@ -301,7 +300,8 @@ Forward and backward of attention alone, batch 1, zigzag, {dtype}: milliseconds 
 is not its own kernel calls, timed alone in the same turns: waiting, copies, sums, Python.
 Milliseconds are the median of {repetitions} repetitions in each of {launches} launches, each as
 long as its slowest rank, the algorithms in a new order each time; the ratio is the median of the
-repetitions' ratios, of the last line that of medians, without what has the default's own plan.
+repetitions' ratios, of the last two lines that of medians. The best other is of those whose plans
+are not the default's own, column plan_of of the CSV.
 {where} The hybrids share the heads out over pairs of ranks.
 
 Masks: window: a query sees one part in {window} of the sequence before it; documents:N: of

@@ -21,7 +21,7 @@ from megatron_burst.plans.choice.machine import CPU, Machine
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_COPY_RATE = 1.5e9  # bytes/s on cores that are free; fitted
+_COPY_RATE = 1.5e9  # bytes/s on cores that are free; fitted to an early run of cpu_paced.md
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class Place:
         return choose_grid(topology, [p // self.per_node for p in self.processes])[0]
 
     def is_chained(self, case: Case) -> bool:
-        """Of baselines, where every partial would cross the nodes, and if it sends no more."""
+        """Of baselines, where each partial would cross nodes, and on nodes of one at no cost."""
         if case.config["algorithm"] != "burst":
             return True
         grid, several = self.grid(case), len({p // self.per_node for p in self.processes}) > 1
@@ -453,7 +453,7 @@ def test_gradients_go_home_straight_unless_that_crosses_nodes_more_often(
     ],
     ids=["a part is narrower", "rounded", "a part is fewer rows"],
 )
-def test_on_nodes_of_one_rank_nothing_is_lost_by_the_chain(
+def test_nodes_of_one_rank_take_no_chain_that_costs_more(
     workers: WorkerPool, settings: dict[str, Any]
 ) -> None:
     place = PLACES["3 nodes x 1"]

@@ -166,17 +166,17 @@ def test_attention_has_a_row_for_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = "--places 1x2 --tokens 32 --head-dim 8 --heads 4:4 4:1 --repetitions 1"
-    names = ["ring flat", "ulysses"]
+    names = ["ring flat", "ulysses", "burst kv flat", "burst auto"]
     command = f"{sizes} --masks documents:8 causal blocks --algorithms"
     page, rows = run(attention, monkeypatch, tmp_path / "page.md", command, *names)
-    assert len(rows) == 3 * 2 * 2 * 3  # masks, heads, algorithms, phases
+    assert len(rows) == 3 * 2 * 4 * 3  # masks, heads, algorithms, phases
     found = {(row["mask"], row["kv_heads"], row["algorithm"], row["phase"]): row for row in rows}
     assert len(found) == len(rows)
     for row in rows:
         assert 0 < float(row["q1_s"]) <= float(row["median_s"]) <= float(row["q3_s"])
         assert float(row["kernels_s"]) > 0
         assert (row["algorithm"] == "ring flat") <= (row["ratio"] == "1")
-        assert row["plan_of"] == row["algorithm"]
+        assert row["algorithm"] == "burst auto" or row["plan_of"] == row["algorithm"]
         assert (row["mask"] == "causal") <= (row["over_causal"] == "1")
     per_flop = [
         float(found[mask, "4", "ulysses", "step"]["tflops_a_rank"])
@@ -184,6 +184,9 @@ def test_attention_has_a_row_for_every_case(
     ]
     over = float(found["documents:8", "4", "ulysses", "step"]["over_causal"])
     assert over == pytest.approx(per_flop[0] / per_flop[1], rel=1e-4)
+    # With one KV head the ring of K and V sends less, with four that of queries.
+    auto = [found["causal", kv_heads, "burst auto", "step"]["plan_of"] for kv_heads in "14"]
+    assert auto == ["burst kv flat", "burst auto"]
     # 64 tokens: 2080 causal pairs, 4 heads of 8, two matrix products of 2 FLOPs an element forward.
     assert found["causal", "4", "ulysses", "forward"]["flops"] == str(2080 * 4 * 8 * 4)
     # A block of K and V, 32 tokens, 4 heads of 8, 4 bytes; backward as many and gradients.
