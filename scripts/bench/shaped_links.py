@@ -27,10 +27,10 @@ NIC, SWITCH_ADDRESS = "nic", "10.77.255.254"
 # slow start; with it, a ring would gain by sending to one neighbour alone, a connection never idle.
 SETTINGS = "net.ipv4.tcp_congestion_control=reno net.ipv4.ip_forward=1"
 SETTINGS += " net.ipv4.tcp_slow_start_after_idle=0"
-BURST_SECONDS, PACKET_BYTES = 2e-3, 70_000
-"""A shaper that idled lets this much through at once, for nothing, so it is little: what its rate
-gives in 2 ms, for a busy core wakes up no sooner, and no less than a packet of TCP with the headers
-of its frames, which a core would have to cut."""
+BURST_SECONDS, LEAST_BURST, LARGEST_PACKET = 2e-3, 4_000, 65_536
+"""A shaper that idled lets a burst through at once, for nothing, so it is little: what its rate
+gives in 2 ms, for a busy core wakes up no sooner, but two frames. TCP hands over whole packets of
+many frames; one larger than a burst, with the headers of its frames, a core would have to cut."""
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -135,11 +135,17 @@ def _plug_in(cluster: Cluster, rank: int, mbit: float) -> None:
         for name, device in ((here, NIC), (cluster.switch, port)):
             shape = f"tbf rate {mbit}mbit burst {burst_bytes(mbit)} latency 50ms"
             _run(f"tc -n {name} qdisc add dev {device} root {shape}")
+        _run(f"ip -n {here} link set {NIC} gso_max_size {packet_bytes(mbit)}")
 
 
 def burst_bytes(mbit: float) -> int:
     """Return what a shaper lets through at once."""
-    return max(PACKET_BYTES, round(mbit * 1e6 / 8 * BURST_SECONDS))
+    return max(LEAST_BURST, round(mbit * 1e6 / 8 * BURST_SECONDS))
+
+
+def packet_bytes(mbit: float) -> int:
+    """Return how large TCP's packets may be: with a twentieth for headers no more than a burst."""
+    return min(LARGEST_PACKET, burst_bytes(mbit) * 9 // 10)
 
 
 def _join(cluster: Cluster, rank: int, peer: int) -> None:
