@@ -6,7 +6,7 @@
 
 or PATH/pretrain_hybrid.py with a `--hybrid-layer-pattern`.
 
-Without a flag of the plug-in it replaces nothing of Megatron.
+Without a flag of the plug-in it replaces nothing of Megatron where there is a GPU.
 """
 
 import runpy

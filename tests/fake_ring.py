@@ -30,7 +30,7 @@ from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import members_of_channels
 from megatron_burst.transport.lowered import Batch as Messages
 from megatron_burst.transport.lowered import Message
-from megatron_burst.transport.memory import joined
+from megatron_burst.transport.memory import side_by_side
 from tests.counting import Counting
 
 
@@ -128,7 +128,7 @@ def count(
                 torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda")
                 for heads in (heads, kv_heads, kv_heads)
             )
-            k, v = joined((k, v))  # as attention keeps them
+            k, v = side_by_side((k, v))  # as attention keeps them
             chunk = (x[:, :, : x.shape[2] // head_chunks] for x in (q, k, v))
             call = prepare(context, *chunk, mask, 1.0, layout=layout)
 

@@ -31,7 +31,7 @@ from megatron_burst.plans.choice.head_parallel import kv_head_copies
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.lowered import Block
-from megatron_burst.transport.memory import joined
+from megatron_burst.transport.memory import side_by_side
 
 
 @overload
@@ -231,7 +231,7 @@ class _RingAttention(torch.autograd.Function):
         add_weight_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
         if call.moves_keys and latent is None and chunks == 1:
-            k, v = joined((k, v))  # as they travel, in both passes
+            k, v = side_by_side((k, v))  # as they travel, in both passes
         q, k, v = (x.contiguous() for x in (q, k, v))  # for the kernels' sake
 
         def one_chunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Block:

@@ -22,16 +22,16 @@ def backward(
     surrogates: dict[Item, Tensor] = {}  # the last visitor's alone
     sums = keys.sums(q, call.wire)
 
-    def differentiate(some: Launch, blocks: Blocks, leaves_room: bool) -> Block:
-        query_item, key_item = some.tile.blocks
+    def differentiate(launch: Launch, blocks: Blocks, leaves_room: bool) -> Block:
+        query_item, key_item = launch.tile.blocks
         q, dout, lse, *factor = blocks[query_item]
         if query_item.owner != plan.rank and query_item not in surrogates:
             surrogates.clear()  # before the next one is made
             surrogates[query_item] = surrogate_output(dout, *factor)
         k, v = keys.read(key_item, blocks[key_item])
         finished = dout, surrogates.get(query_item, out), lse
-        tile = call.of_rows(some, q, k, v)
-        return call.kernel.backward(tile, *rows_of(finished, some.queries))
+        tile = call.of_rows(launch, q, k, v)
+        return call.kernel.backward(tile, *rows_of(finished, launch.queries))
 
     own = {Kind.QUERY: query, Kind.KV: keys.sent}
     run("backward", plan, call.backward_launches, own, sums, call, differentiate)

@@ -46,11 +46,11 @@ class AttentionPlan:
         return self.known[key][1]
 
     def of_rows(
-        self, some: Launch, q: Tensor, k: Tensor, v: Tensor, leaves_room: bool = False
+        self, launch: Launch, q: Tensor, k: Tensor, v: Tensor, leaves_room: bool = False
     ) -> KernelInput:
         """Take the rows of a kernel call out of the blocks that it reads."""
-        (q,), (k, v) = rows_of((q,), some.queries), rows_of((k, v), some.keys)
-        settings = some.band, self.scale, self.soft_cap, some.packing, leaves_room
+        (q,), (k, v) = rows_of((q,), launch.queries), rows_of((k, v), launch.keys)
+        settings = launch.band, self.scale, self.soft_cap, launch.packing, leaves_room
         return KernelInput(q, k, v, *settings)
 
 

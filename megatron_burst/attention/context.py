@@ -185,13 +185,14 @@ def _chosen_degree(
 ) -> tuple[Machine, int]:
     """Return the machine and the Ulysses degree as the first rank knows them.
 
-    What another reads of its node may differ.
+    What another reads of its node may differ. Between neighbours of the group are ranks, as those
+    of tensor parallelism, that send the same to other nodes at the same time.
     """
-
+    first, second, *_ = dist.get_process_group_ranks(group)
     between = rate_between(group, nodes) if config.algorithm is Algorithm.BURST else None
 
     def choose_here() -> tuple[Machine, int, str]:
-        here = machine_here(between)
+        here = machine_here(between).shared_by(max(1, second - first))
         return here, *choose_degree(config, nodes, shape, memory_limit, here)
 
     machine, size, why = of_first_rank(group, _LEARN, choose_here, config.timeout_seconds)

@@ -18,10 +18,10 @@ def forward(
     plan = call.forward_plan
     sums = PartialOutputs(plan.rank, q, keys.own[1].shape[-1])
 
-    def attend(some: Launch, blocks: Blocks, leaves_room: bool) -> Block:
-        query_item, key_item = some.tile.blocks
+    def attend(launch: Launch, blocks: Blocks, leaves_room: bool) -> Block:
+        query_item, key_item = launch.tile.blocks
         (q,), (k, v) = blocks[query_item], keys.read(key_item, blocks[key_item])
-        return call.kernel.forward(call.of_rows(some, q, k, v, leaves_room))
+        return call.kernel.forward(call.of_rows(launch, q, k, v, leaves_room))
 
     own: dict[Kind, Block] = {Kind.QUERY: (q,), Kind.KV: keys.sent}
     run("forward", plan, call.forward_launches, own, sums, call, attend)

@@ -12,7 +12,7 @@ from megatron_burst.kernels.dtypes import accumulation_dtype, as_autocast
 from megatron_burst.plans.choice.cost import LatentShape
 from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.transport.lowered import Block
-from megatron_burst.transport.memory import joined
+from megatron_burst.transport.memory import side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ExpandedLatents(KeysAndValues):
         self._weight, self._differentiates_weight = weight, differentiates_weight
         self._heads, self._value_dim = v.shape[2:]
         self.content_dim = len(weight) // self._heads - self._value_dim
-        self.sent = joined((latent[:, :, None], k[:, :, :1, self.content_dim :]))
+        self.sent = side_by_side((latent[:, :, None], k[:, :, :1, self.content_dim :]))
         self.visitor: Block = ()  # its latents
         self._item = Item(Kind.KV, rank)  # of the last visitor
         self._made = self.own

@@ -50,12 +50,12 @@ def run(
                 else:
                     write(into, rows_of(own[item.kind], call.parts.get(item.part)))
             transfers.post(number)
-            for some in calls[number]:
-                sums.make_room(some)
-                with span(name, number, "tile", some.tile.query_owner, some.tile.key_owner):
-                    results = compute(some, blocks, call.leaves_room and transfers.are_under_way)
+            for launch in calls[number]:
+                sums.make_room(launch)
+                with span(name, number, "tile", launch.tile.query_owner, launch.tile.key_owner):
+                    results = compute(launch, blocks, call.leaves_room and transfers.are_under_way)
                 with span(name, number, "merge"):
-                    sums.collect(some, results)
+                    sums.collect(launch, results)
                 del results  # else they would live beside the next call's
             sums.end_step()
             for item, block in transfers.land(number):

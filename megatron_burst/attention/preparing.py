@@ -45,9 +45,9 @@ def prepare(
     """
     tensors = q.shape, k.shape, v.shape, q.dtype, q.device
     deterministic = torch.are_deterministic_algorithms_enabled()
-    asked = CallSignature(*tensors, mask, soft_cap, latents, layout, deterministic)
-    key = asked, scale, memory and (memory.fraction, memory.saved is not None)
-    return context.kept.ready.recall(key, lambda: _for_pass(context, asked, scale, memory))
+    signature = CallSignature(*tensors, mask, soft_cap, latents, layout, deterministic)
+    key = signature, scale, memory and (memory.fraction, memory.saved is not None)
+    return context.kept.ready.recall(key, lambda: _for_pass(context, signature, scale, memory))
 
 
 def head_exchange(
@@ -65,52 +65,55 @@ def head_exchange(
 
 
 def _for_pass(
-    context: BurstContext, asked: CallSignature, scale: float, memory: AttentionMemory | None
+    context: BurstContext, signature: CallSignature, scale: float, memory: AttentionMemory | None
 ) -> AttentionPlan:
     second = None if memory is None or memory.saved is None else memory.fraction
-    whole, early = _call(context, asked), _call(context, _early(context, asked, second))
+    whole, early = _call(context, signature), _call(context, _early(context, signature, second))
     plan, calls = early.forward_plan, early.forward_launches
     parts = {**whole.parts, **early.parts}
     call = replace(whole, forward_plan=plan, forward_launches=calls, parts=parts, scale=scale)
     call = replace(call, is_direct=whole.is_direct or early.is_direct)
     if memory is None:
         return call
-    layout = context.layout_of(asked.q[1] * context.grid.ranks, asked.layout)
+    layout = context.layout_of(signature.q[1] * context.grid.ranks, signature.layout)
     stop, number = boundary(layout, memory.fraction), context.heads.coordinates(context.rank)[0]
     row = first_saved_row(context.heads.ring_layout(layout), number, stop)
     return replace(call, first_saved_row=row)
 
 
-def _early(context: BurstContext, asked: CallSignature, fraction: float | None) -> CallSignature:
+def _early(
+    context: BurstContext, signature: CallSignature, fraction: float | None
+) -> CallSignature:
     """Return what the forward of a second pass needs; `fraction` is None in any other."""
     if fraction is None:
-        return asked
-    layout = context.layout_of(asked.q[1] * context.grid.ranks, asked.layout)
+        return signature
+    layout = context.layout_of(signature.q[1] * context.grid.ranks, signature.layout)
     stop = boundary(layout, fraction)
-    early = replace(asked.mask, query_stop=None if stop == layout.tokens else stop)
-    return asked._replace(mask=early)
+    early = replace(signature.mask, query_stop=None if stop == layout.tokens else stop)
+    return signature._replace(mask=early)
 
 
-def _call(context: BurstContext, asked: CallSignature) -> AttentionPlan:
+def _call(context: BurstContext, signature: CallSignature) -> AttentionPlan:
     """Return what was planned, or plan it."""
 
     def plan() -> AttentionPlan:
         with span("wait for the plan"):
-            return _plan(context, asked)
+            return _plan(context, signature)
 
-    return context.kept.calls.recall(asked, plan)
+    return context.kept.calls.recall(signature, plan)
 
 
 @without_gc()
-def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
-    layout, mask = context.layout_of(asked.q[1] * context.grid.ranks, asked.layout), asked.mask
+def _plan(context: BurstContext, signature: CallSignature) -> AttentionPlan:
+    layout = context.layout_of(signature.q[1] * context.grid.ranks, signature.layout)
+    mask = signature.mask
     tiling = Tiling(context.heads.ring_layout(layout), mask)
-    choice, shape, instead = _choose(context, tiling, asked)
+    choice, shape, instead = _choose(context, tiling, signature)
     if mask.query_stop is None:
         context.kept.means.add(mask, choice.forward[0].schedule.imbalance)
-    sums_as = asked.dtype if context.config.grad_dtype is GradDtype.MODEL else None
-    wire = WireDtypes(asked.dtype if shape.sends_raw else sums_as, sums_as)
-    request = asked.request(is_banded=choice.is_banded)
+    sums_as = signature.dtype if context.config.grad_dtype is GradDtype.MODEL else None
+    wire = WireDtypes(signature.dtype if shape.sends_raw else sums_as, sums_as)
+    request = signature.request(is_banded=choice.is_banded)
     kernel = select_kernel(context.config.kernel, request)
     said = f"{choice}{instead}"
     if context.should_log((shape, *kind_of(mask))):
@@ -120,14 +123,14 @@ def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
     if context.group is not None:
         messenger = messenger.subgroup(context.heads.ring(index))
     scale, plans = 1.0, choice.plans(number)  # `prepare` puts in each call's own scale
-    forward, backward = launches_of(plans, asked.q[0], asked.device)
+    forward, backward = launches_of(plans, signature.q[0], signature.device)
     return AttentionPlan(
-        *(*plans, kernel, scale, messenger, wire, asked.soft_cap),
+        *(*plans, kernel, scale, messenger, wire, signature.soft_cap),
         sends_latents=shape.latents is not None,
         leaves_room=room_pays(tiling, shape, choice.forward[0].cost, context.machine),
         forward_launches=forward,
         backward_launches=backward,
-        parts=own_parts(plans, asked.device),
+        parts=own_parts(plans, signature.device),
         is_direct=choice.is_direct,
         moves_keys=any(Kind.KV in plan.moved for plan in plans),
         moves_queries=Kind.QUERY in plans[1].moved,
@@ -136,9 +139,9 @@ def _plan(context: BurstContext, asked: CallSignature) -> AttentionPlan:
 
 
 def _choose(
-    context: BurstContext, tiling: Tiling, asked: CallSignature
+    context: BurstContext, tiling: Tiling, signature: CallSignature
 ) -> tuple[Choice, Shape, str]:
     """Choose what travels and how; return for the log what does not."""
-    config, shape = context.config, asked.shape(context.config.grad_dtype)
+    config, shape = context.config, signature.shape(context.config.grad_dtype)
     links = Links.of(context.nodes, shape, context.machine, context.beside)
-    return choose_keys(config, tiling, context.grid, links, asked.latents, context.memory_limit)
+    return choose_keys(config, tiling, context.grid, links, signature.latents, context.memory_limit)

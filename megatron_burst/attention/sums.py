@@ -51,21 +51,21 @@ class Sums:
         dtype = self._wire.sums if item == item.sum else self._wire.partials
         return [Form(t.shape, dtype or self._wide) for t in self._shape(item)]
 
-    def make_room(self, call: Launch) -> None:
-        """Widen first results before a second call is made, not while it waits to be added."""
-        for item in self.added_by(call):
+    def make_room(self, launch: Launch) -> None:
+        """Widen first results before a second launch is made, not while it waits to be added."""
+        for item in self.added_by(launch):
             if item in self._sums:
                 self._whole(item)
 
-    def added_by(self, call: Launch) -> tuple[Item, ...]:
-        """Return what a kernel call adds to."""
-        return call.tile.gradients
+    def added_by(self, launch: Launch) -> tuple[Item, ...]:
+        """Return what a kernel launch adds to."""
+        return launch.tile.gradients
 
-    def collect(self, call: Launch, results: Block) -> None:
-        """Add what a kernel call has returned; the tensors become ours."""
-        (dq, *of_keys), (query, key) = results, call.tile.gradients
-        self.add(query, call.queries, (dq,))
-        self.add(key, call.keys, tuple(of_keys))
+    def collect(self, launch: Launch, results: Block) -> None:
+        """Add what a kernel launch has returned; the tensors become ours."""
+        (dq, *of_keys), (query, key) = results, launch.tile.gradients
+        self.add(query, launch.queries, (dq,))
+        self.add(key, launch.keys, tuple(of_keys))
 
     def end_step(self) -> None:
         """The tiles of a step, or of a block, have added all that they had."""
@@ -175,13 +175,13 @@ class PartialOutputs(Sums):
         """Return the shapes and dtypes in which an output travels."""
         return forms_of(self._shape(item))
 
-    def added_by(self, call: Launch) -> tuple[Item, ...]:
-        """Return the output that a kernel call adds to."""
-        return (call.tile.output,)
+    def added_by(self, launch: Launch) -> tuple[Item, ...]:
+        """Return the output that a kernel launch adds to."""
+        return (launch.tile.output,)
 
-    def collect(self, call: Launch, results: Block) -> None:
+    def collect(self, launch: Launch, results: Block) -> None:
         """Add (out, lse) of a kernel call; the tensors become ours."""
-        self.add(call.tile.output, call.queries, results)
+        self.add(launch.tile.output, launch.queries, results)
 
     def accumulate(self, total: Block, rows: Rows, parts: Block) -> None:
         """Merge results in which rows may have seen nothing; they stay as they are."""

@@ -196,7 +196,8 @@ def _make_shared_state(args: argparse.Namespace, settings: Settings) -> SharedSt
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
     moves = states_are_passed(args, config, documents=settings.has_documents)
-    return SharedState(config, settings.tokens, layer_config=settings.layers, moves=moves)
+    sizes = settings.tokens, settings.batch
+    return SharedState(config, *sizes, layer_config=settings.layers, moves=moves)
 
 
 def _say_layout(config: BurstConfig, *, has_documents: bool) -> None:

@@ -37,6 +37,7 @@ class Settings(NamedTuple):
     mlp: MlpConfig | None
     has_documents: bool  # packed sequences, --sft among them
     tokens: int | None  # of a micro-batch on a context-parallel rank; None: not known
+    batch: int  # sequences of a micro-batch
 
     @property
     def flags(self) -> str:
@@ -73,6 +74,7 @@ def read_settings(args: argparse.Namespace, refused: Refused) -> Settings:
         refused.by(mlp_config_from_args, args),
         documents_flag(args) is not None,
         tokens_of_rank(args),
+        args.micro_batch_size or 1,
     )
     if settings.flags:
         what = f"{settings.flags} cannot run this"

@@ -22,7 +22,7 @@ from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.comm import Communicator, Posted
 from megatron_burst.transport.lowered import Batch
-from megatron_burst.transport.memory import joined
+from megatron_burst.transport.memory import side_by_side
 
 type Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and dout
 
@@ -83,7 +83,7 @@ class OneRank:
 
     def __init__(self, context: BurstContext, tensors: Tensors, mask: Mask | None = None) -> None:
         self._q, k, v, self._dout = tensors
-        k, v = joined((k, v))  # as attention keeps them
+        k, v = side_by_side((k, v))  # as attention keeps them
         self.tensors: Tensors = self._q, k, v, self._dout
         self.call = prepare(context, self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
         self._keys = KeysAndValues(self.call.forward_plan.rank, k, v)

@@ -41,7 +41,8 @@ class Said:
 
     def text(self, number: int) -> str:
         """Return it in words, for others."""
-        return _END.join((f"call {number} of {self.request}", self.outcome, "!" * self.has_failed))
+        # What is long comes last: a text may be cut.
+        return _END.join((f"call {number} of {self.request}", "!" * self.has_failed, self.outcome))
 
 
 class _Exchange:
@@ -167,16 +168,16 @@ def _difference(texts: dict[int, str | None]) -> Exception:
         listed = "\n".join(f"  rank {rank}: {text}" for rank, text in requests.items())
         return CommunicationError(f"not all context-parallel ranks go on:\n{listed}")
     failures = {
-        rank: f": it cannot: {words[1]}" if words[2] else "" for rank, words in said.items()
+        rank: f": it cannot: {words[2]}" if words[1] else "" for rank, words in said.items()
     }
     if len(set(requests.values())) > 1:
-        what, values = "what attention is asked for", _joined(requests, failures)
+        what, values = "what attention is asked for", _with_failures(requests, failures)
     elif any(failures.values()):
-        what, values = "whether attention is possible", _joined(requests, failures)
+        what, values = "whether attention is possible", _with_failures(requests, failures)
     else:
-        what, values = "how to attend", {rank: words[1] for rank, words in said.items()}
+        what, values = "how to attend", {rank: words[2] for rank, words in said.items()}
     return ValueError(disagreement(what, values.items()))
 
 
-def _joined(one: dict[int, str], other: dict[int, str]) -> dict[int, str]:
+def _with_failures(one: dict[int, str], other: dict[int, str]) -> dict[int, str]:
     return {rank: one[rank] + other[rank] for rank in one}

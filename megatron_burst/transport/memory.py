@@ -79,7 +79,7 @@ class MessageMemory:
         return room
 
 
-def joined(block: Block) -> Block:
+def side_by_side(block: Block) -> Block:
     """Return the tensors one behind the other in one piece of memory, as they travel.
 
     What lies so already is returned as it is.
@@ -99,12 +99,12 @@ def write(into: Block, block: Block) -> None:
 
 
 def message_of(block: Block) -> Tensor:
-    """Return the bytes of the tensors as one message; without a copy where they are `joined`.
+    """Return the bytes of the tensors as one message; without a copy where they are `side_by_side`.
 
     On a GPU that is an alias which torch's allocator does not own, so that NCCL's group records
     nothing. That is safe: the stream on which it is freed has waited for the message before.
     """
-    found = _bytes_of(joined(block))
+    found = _bytes_of(side_by_side(block))
     assert found is not None
     return _alias(found)
 

@@ -79,6 +79,8 @@ STEPS = {
     "convergence": _measured("convergence", 40, picture="docs/convergence.svg"),
     "budgets": _made(3, "budgets.py", "budgets.md budgets.csv design/nccl.md"),
     "schedules": _made(3, "schedules.py", "schedules.md schedules.csv schedules.svg"),
+    "balance": _made(3, "balance.py", "masks.md balance.csv"),
+    "million": _made(1, "million.py --write docs/million.md", "million.md"),
     "planner": _made(1, "planner.py --write docs/planner.md", "planner.md planner.csv planner.svg"),
 }
 

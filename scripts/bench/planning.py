@@ -19,7 +19,9 @@ from megatron_burst.attention.launches import launches_of
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.machine import H100
 from megatron_burst.plans.choice.planning import choose
+from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.gc_pause import without_gc
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
@@ -46,7 +48,9 @@ def plan(layout: Layout, seen: Mask) -> None:
     ranks, local = layout.ranks, layout.local_tokens
     rows = tuple(tuple(range(i, i + A_NODE)) for i in range(0, ranks, A_NODE))
     tiling, shape = Tiling(layout, seen), Shape(local, 32, 8, 128, 128, 2, 4)
-    choice = choose(BurstConfig(), tiling, Grid(rows), shape, nodes_of(ranks))
+    nodes = nodes_of(ranks)
+    links = Links.of(nodes, shape, H100, 1)
+    choice = choose(BurstConfig(), tiling, Grid(rows), shape, nodes, links=links)
     launches_of(choice.plans(ranks // 2), 1, torch.device("cpu"))
 
 

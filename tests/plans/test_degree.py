@@ -1,8 +1,10 @@
 """Which Ulysses degree is taken: by the clock, where all ranks know it, and said. (fast tier)"""
 
+import math
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,11 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention import context
 from megatron_burst.plans.choice import degree
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.degree import choose_degree
 from megatron_burst.plans.choice.head_parallel import head_groups
-from megatron_burst.plans.choice.machine import CPU, H100
+from megatron_burst.plans.choice.machine import CPU, H100, MACHINES
 from megatron_burst.plans.choice.timing import exchange
 from tests.attention.cases import logged
 from tests.workers import Team, WorkerPool
@@ -109,6 +112,36 @@ def test_of_a_thousand_ranks_it_is_chosen_at_once() -> None:
     assert time.process_time() - begun < 1
     alone = replace(shape, tokens=8192, query_heads=8, kv_heads=1, sends_raw=True)
     assert choose_degree(AUTO, nodes, alone, machine=slow)[0] == 1, "by a quarter of its ranks"
+
+
+def test_sequences_of_a_micro_batch_do_not_see_each_other() -> None:
+    """Four of 1024 tokens take what four times the heads of one do, not 4096 tokens' time."""
+    shape = replace(ANY, tokens=4096, kv_heads=4)
+    for nodes in (NODE, [rank // 8 for rank in range(64)]):
+        one, four = (
+            degree._Timed(AUTO, nodes, x, 4, math.inf, H100)
+            for x in (shape, replace(shape, batch=4))
+        )
+        assert four.seconds < 0.6 * one.seconds and four.at_least < one.at_least
+
+
+@pytest.mark.parametrize("ranks", [[3, 5, 7, 9], [3, 7, 11, 15]])
+def test_tensor_parallel_ranks_share_a_nic(
+    ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group between whose ranks others lie, that send at the same time."""
+    group: Any = SimpleNamespace(rank=lambda: 1)
+    stand_ins = {
+        "rate_between": lambda *_: None,
+        "machine_here": lambda _: MACHINES["A800"],
+        "of_first_rank": lambda group, what, make, seconds: make(),
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(context, name, value)
+    monkeypatch.setattr(context.dist, "get_process_group_ranks", lambda _: ranks)
+    machine, _ = context._chosen_degree(AUTO, group, "aabb", "no shape", math.inf)
+    assert machine == MACHINES["A800"].shared_by(ranks[1] - ranks[0])
+    assert (machine.nic_rate, machine.gpus_per_nic) == (11e9, 1), "two GPUs a NIC"
 
 
 def test_an_all_to_all_over_nodes_waits_for_the_slower_link() -> None:

@@ -284,7 +284,7 @@ def test_a_fault_stops_all_ranks_and_is_named(
     assert re.search(MESSAGES[fault], first), first
     if "layer 2" in MESSAGES[fault]:
         assert "layer 1" not in first
-    assert any(line.startswith("burst verify: layer ") for _, lines in replies for line in lines)
+    assert any(line.startswith("burst check: layer ") for _, lines in replies for line in lines)
 
 
 def test_a_fault_of_the_first_of_two_passes_is_found() -> None:

@@ -106,6 +106,22 @@ def test_more_ranks_than_are_timed_take_what_is_nearly_the_fastest(
         assert found.seconds <= near * best.seconds  # 1.003 of 1024 as of 256
 
 
+def test_of_ranks_that_are_not_timed_as_many_are_as_make_a_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many of these nodes as would fit have none: one, two or three."""
+    shape, monkeypatched = Shape(64, 4, 4, 16, 16, 2, 4), monkeypatch.setattr
+    for on_a_node, timed in ((4, 4), (2, 4), (2, 6)):
+        nodes = [n // on_a_node for n in range(6 * on_a_node)]
+        monkeypatched(planning, "TIMED", timed)
+        links = timing.Links.of(nodes, shape, H100, 1)
+        config = BurstConfig(topology=Topology.MESH)
+        grid, _ = choose_grid(config.topology, nodes)
+        tiling = Tiling(zigzag(64 * len(nodes), len(nodes)), Mask.causal())
+        choice = planning.choose(config, tiling, grid, shape, nodes, links=links)
+        assert isinstance(choice.backward[0].schedule, Mesh)
+
+
 def test_more_ranks_than_are_timed_may_have_an_odd_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,8 @@ from megatron_burst.attention import preparing
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS
 from megatron_burst.kernels.cpu import CpuKernel
+from megatron_burst.transport import agreement
+from megatron_burst.transport.agreement import Said
 from tests.transport.test_comm_faults import BROKEN, attend, in_a_context, job
 from tests.workers import Team, WorkerPool
 
@@ -226,6 +228,14 @@ def all_cannot(team: Team) -> str:
     text = error_of(lambda: call(context, soft_cap=-1.0))
     call(context)
     return text
+
+
+def test_a_failure_of_many_lines_is_one_all_the_same() -> None:
+    said = Said("q", "kernel cpu"), Said("q", "RuntimeError: no\n" + 500 * "a frame\n", True)
+    texts = {rank: one.text(1)[:4096] for rank, one in enumerate(said)}  # as they are cut
+    found = agreement._difference(texts)
+    assert isinstance(found, ValueError) and "whether attention is possible" in str(found)
+    assert "rank 1: call 1 of q: it cannot: RuntimeError: no" in str(found)
 
 
 def test_what_no_rank_can_each_says_in_its_own_words(workers: WorkerPool) -> None:

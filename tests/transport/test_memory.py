@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Receive, Send, Step
 from megatron_burst.tools.live_bytes import LiveBytes
 from megatron_burst.transport.lowered import Form, Lowered, LoweredStep, forms_of
-from megatron_burst.transport.memory import MessageMemory, joined, message_of
+from megatron_burst.transport.memory import MessageMemory, message_of, side_by_side
 
 CPU = torch.device("cpu")
 MINE, THEIRS = Item(Kind.KV, 0), Item(Kind.KV, 1)
@@ -48,10 +48,10 @@ def test_tensors_of_an_item_are_one_message_and_every_buffer_is_apart() -> None:
 
 def test_tensors_begin_where_their_dtype_and_kernels_want_it() -> None:
     block = torch.ones(3, dtype=torch.bfloat16), torch.full((5,), 2.0), torch.full((1,), 3.0)
-    found = joined(block)
+    found = side_by_side(block)
     assert all(map(torch.equal, found, block))
     assert [t.storage_offset() * t.element_size() for t in found] == [0, 16, 48]
-    assert message_of(found).data_ptr() == found[0].data_ptr() and joined(found) is found
+    assert message_of(found).data_ptr() == found[0].data_ptr() and side_by_side(found) is found
     assert len(message_of(found)) == len(message_of(block)) == 52
 
 

@@ -7,7 +7,7 @@ step shares the network, as TCP's connections and NCCL's communicators do: it is
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,18 @@ from numpy.typing import NDArray
 from megatron_burst.plans.schedules.schedule import Loads
 
 type _Seconds = NDArray[np.float64]
+type _Numbers = NDArray[np.int64]
+
+
+class _Leg(NamedTuple):
+    """Messages that go together, each of another rank."""
+
+    leaves: int  # steps
+    lands: int
+    sources: _Numbers
+    targets: _Numbers
+    links: _Numbers  # which of all ranks' two networks
+    seconds: _Seconds
 
 
 class Timed(NamedTuple):
@@ -30,6 +42,15 @@ class Timed(NamedTuple):
         leg, message = self.loads.sizes.nonzero()
         acts[self.loads.leaves[leg], self.loads.sources[leg, message]] = True
 
+    def legs(self, ranks: int) -> Iterator[_Leg]:
+        """Return them, without those in which nothing goes."""
+        sources, targets, sizes, leaves, lands = self.loads
+        columns = sources, targets, self.between * ranks + sources, self.seconds
+        goes = sizes > 0
+        for leg, is_whole in enumerate(goes.all(axis=1).tolist()):
+            of = slice(None) if is_whole else goes[leg]
+            yield _Leg(int(leaves[leg]), int(lands[leg]), *(x[leg][of] for x in columns))
+
 
 def duration(messages: Iterable[Timed], computing: _Seconds) -> float:
     """Return the seconds until the last rank has computed and has all that it waits for.
@@ -37,23 +58,19 @@ def duration(messages: Iterable[Timed], computing: _Seconds) -> float:
     `computing` are the seconds that a rank computes in a step, [step, rank], of all steps.
     """
     ranks = computing.shape[1]
-    now, free = np.zeros(ranks), np.zeros((2, ranks))
-    posted: dict[int, list[tuple[Timed, int]]] = defaultdict(list)
+    now, free = np.zeros(ranks), np.zeros(2 * ranks)
+    posted: dict[int, list[_Leg]] = defaultdict(list)
     for timed in messages:
-        for leg, step in enumerate(timed.loads.leaves.tolist()):
-            posted[step].append((timed, leg))
-    landing: dict[int, list[tuple[NDArray[np.int64], _Seconds]]] = defaultdict(list)
+        for leg in timed.legs(ranks):
+            posted[leg.leaves].append(leg)
+    landing: dict[int, list[tuple[_Numbers, _Seconds]]] = defaultdict(list)
     for step, of_ranks in enumerate(computing):
-        sent = []  # in this step: until all of it is known, nothing of it is through
-        for timed, leg in posted[step]:
-            goes = timed.loads.sizes[leg] > 0
-            source, target = timed.loads.sources[leg, goes], timed.loads.targets[leg, goes]
-            link = timed.between[leg, goes].astype(int), source
-            start = np.maximum(np.maximum(now[source], now[target]), free[link])
-            free[link] = start + timed.seconds[leg, goes]
-            sent.append((int(timed.loads.lands[leg]), link, (source, target)))
-        for lands, link, ends in sent:
-            landing[lands] += [(end, free[link]) for end in ends]
+        for leg in posted[step]:
+            start = np.maximum(now[leg.sources], now[leg.targets])
+            free[leg.links] = np.maximum(start, free[leg.links]) + leg.seconds
+        for leg in posted[step]:  # until all of it is known, nothing of it is through
+            through = free[leg.links]
+            landing[leg.lands] += (leg.sources, through), (leg.targets, through)
         now += of_ranks
         for rank, arrival in landing.pop(step, ()):
             now[rank] = np.maximum(now[rank], arrival)

@@ -39,6 +39,7 @@ class Shape:
     row_bytes: int = 4  # of a log-sum-exp, or a delta: float32
     sends_raw: bool = False  # whether partial gradients go as a kernel made them
     latents: LatentShape | None = None  # if they travel in the place of K and V
+    batch: int = 1  # for the Ulysses degree, which is chosen before a call says it
 
     @classmethod
     def of(

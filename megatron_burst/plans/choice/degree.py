@@ -123,7 +123,8 @@ class _Timed:
         """Of a forward and a backward by the schedules that are taken."""
         of_rings = [self._nodes[members[0]] for members in self._groups.groups]
         grid, _ = choose_grid(self._config.shape_of_rings, of_rings)
-        tokens = max(2, self._shape.tokens // self._groups.size // 2 * 2) * len(self._nodes)
+        local = self._shape.tokens // self._groups.size // self._shape.batch
+        tokens = max(2, local // 2 * 2) * len(self._nodes)
         tiling = Tiling(self._groups.ring_layout(zigzag(tokens, len(self._nodes))), Mask.causal())
         links = Links.of(of_rings, self._shape, self._machine, self._beside)
         given = self._config, tiling, grid, self._shape, of_rings

@@ -44,7 +44,7 @@ class HeadGroups:
         """
         if self.size == 1 and layout.documents:  # there are too many to look for what to join
             return layout
-        return Layout(tuple(_joined(_in_order(layout, group)) for group in self.groups))
+        return Layout(tuple(_merged(_in_order(layout, group)) for group in self.groups))
 
     def member_layout(self, layout: Layout, group: int) -> Layout:
         """Return which rows of the group's tokens, counted as its ring does, each member holds."""
@@ -113,7 +113,7 @@ def _in_order(layout: Layout, ranks: Sequence[int]) -> Sequence[range]:
     return sorted(ranges, key=lambda positions: positions.start)
 
 
-def _joined(ranges: Iterable[range]) -> tuple[range, ...]:
+def _merged(ranges: Iterable[range]) -> tuple[range, ...]:
     """Join ranges without gaps that follow each other: fewer and larger tiles."""
     found: list[range] = []
     for positions in ranges:

@@ -47,6 +47,12 @@ class Machine:
         least = self.head_grain
         return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
 
+    def shared_by(self, ranks: int) -> "Machine":
+        """Return it as one of so many GPUs in a row sees it that send to other nodes together."""
+        at_once = min(ranks, self.gpus_per_nic)
+        fewer = max(1, self.gpus_per_nic // ranks)
+        return replace(self, nic_rate=self.nic_rate / at_once, gpus_per_nic=fewer)
+
     def at_pace(self, pace: float, of_memory: float | None = None) -> "Machine":
         """Return it with kernels so many times as fast, and copies as much if it is not given."""
         copies = of_memory or pace
@@ -89,11 +95,21 @@ _A100 = replace(
     nic_rate=22e9,  # 200 Gbit/s
     contention=0.321,
 )
+_B200 = replace(
+    H100,
+    forward_rate=1257.075e12,  # fitted, configs/published.toml: b200_forward, of 2250
+    backward_rate=872.325e12,
+    linear_rate=1552.5e12,
+    memory_rate=8000e9,
+    within_rate=720e9,
+)
 MACHINES = {
     "A100": _A100,
     "A800": replace(_A100, within_rate=160e9, gpus_per_nic=2),
     "H200": replace(H100, memory_rate=4800e9),
     "H100": H100,
+    "GB200": replace(_B200, forward_rate=1396.75e12, backward_rate=969.25e12, linear_rate=1725e12),
+    "B200": _B200,
 }
 """By words of a GPU's name; what its NICs sustain, training learns from the ports of its node."""
 CPU = Machine(

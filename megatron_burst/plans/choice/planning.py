@@ -31,7 +31,7 @@ from megatron_burst.plans.visibility.layout import (
 )
 
 _CHUNK_ROWS = 512  # at least, of each of more than two segments; four of a kernel's blocks
-TIMED = 256  # ranks of a ring that are put on the clock, which takes their square
+TIMED = 256  # ranks of a ring that are put on the clock, or about; which takes their square
 _NEAR = 1.005  # of the fastest's time; up to it a mesh comes last, and fewer bytes first
 _UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
 
@@ -122,7 +122,7 @@ def choose(
     like = None
     if config.algorithm is not Algorithm.BURST:
         links = None
-    elif links and tiling.ranks > TIMED:
+    elif links and tiling.ranks > _timed(nodes):
         like = _of_fewer(config, tiling, shape, nodes, memory_limit, links)
         links = None
     asked = config, tiling, grid, nodes, shape, memory_limit, links
@@ -130,6 +130,12 @@ def choose(
     backward = _Pass(*asked, like.backward[0].schedule if like else None, backward=True).offers()
     unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
     return Choice(tiling, forward, backward, unmasked)
+
+
+def _timed(nodes: Sequence[Hashable]) -> int:
+    """Return how many ranks are put on the clock: of so many nodes that a mesh can be made."""
+    on_a_node = len(by_node(nodes)[0])
+    return max(4, TIMED // on_a_node // 2 * 2) * on_a_node
 
 
 def _of_fewer(
@@ -148,7 +154,7 @@ def _of_fewer(
     on_a_node = len(rows[0])
     if tiling.mask.is_sparse or any(len(row) != on_a_node for row in rows) or on_a_node > TIMED:
         return None
-    fewer = [row for row in range(TIMED // on_a_node) for _ in range(on_a_node)]
+    fewer = [rank // on_a_node for rank in range(_timed(nodes))]
     local_tokens = tiling.local_tokens + tiling.local_tokens % 2  # other layouts' may be odd
     layout = zigzag(local_tokens * len(fewer), len(fewer))
     mask = replace(tiling.mask, query_stop=None)

@@ -1,5 +1,6 @@
 """The time of one layer's attention: the plans of all ranks on a clock."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -56,9 +57,9 @@ def pass_time(schedule: Schedule, links: "Links", *, backward: bool) -> PassTime
 
 def least_seconds(ranks: int, shape: Shape, machine: Machine, *, backward: bool) -> float:
     """Return what rings of so many ranks take at least, causal in zigzag: without any message."""
-    tokens = shape.tokens
+    tokens, pairs = shape.tokens, shape.tokens**2 // shape.batch * ranks // 2
     rows = np.array([[round(tokens * (1 + 0.75 * (ranks - 1)))]])  # a tile of others has 3/4
-    work = Work(np.array([[tokens * tokens * ranks // 2]]), rows, rows, np.zeros_like(rows))
+    work = Work(np.array([[pairs]]), rows, rows, np.zeros_like(rows))
     return float(sum(each.sum() for each in _computing(work, shape, machine, backward=backward)))
 
 
@@ -134,7 +135,7 @@ class Links(NamedTuple):
         node = np.array(self.nodes)
         loads = [each.loads(sizes, local_tokens) for each in messages]
         between = [node[each.sources] != node[each.targets] for each in loads]
-        place = np.arange(len(node)) % self.nodes.count(0) * self.beside // machine.gpus_per_nic
+        place = np.array(self._places()) * self.beside // machine.gpus_per_nic
         nic = node * (1 + place.max()) + place
         leaving = np.zeros(len(node), bool)  # who sends to other nodes
         for each, leaves in zip(loads, between, strict=True):
@@ -147,6 +148,11 @@ class Links(NamedTuple):
             latency = np.where(far, machine.nic_latency, machine.within_latency)
             timed.append(Timed(each, far, seconds + latency * (each.sizes > 0)))
         return timed
+
+    def _places(self) -> list[int]:
+        """Return of each rank how many before it are on its node."""
+        seen = Counter[int]()
+        return [seen.update((node,)) or seen[node] - 1 for node in self.nodes]
 
     def taken_from_computing(self, messages: Iterable[Timed], steps: int) -> NDArray[np.float64]:
         """Return the seconds that messages take from the computing beside them: [step, rank]."""

@@ -1,1 +1,1 @@
-"""What queries see of keys: layouts, masks, and the tiles of arrays made of both."""
+"""What queries see of keys: layouts, masks, and in arrays what both make visible."""

@@ -29,14 +29,20 @@ class Contexts:
         config: the settings.
         layer_config: what its layers do around attention, on every rank alike.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
+        batch: sequences of that micro-batch.
         masks: of the model, which every rank has to have alike.
     """
 
     def __init__(
-        self, config: BurstConfig, layer_config: LayerConfig, tokens: int | None, masks: Masks
+        self,
+        config: BurstConfig,
+        layer_config: LayerConfig,
+        tokens: int | None,
+        batch: int,
+        masks: Masks,
     ) -> None:
         self._config, self._layer_config = config, layer_config
-        self._tokens, self._masks = tokens, masks
+        self._sizes, self._masks = (tokens, batch), masks
         self._made: dict[tuple[int, ...], BurstContext] = {}
         self.bytes_sent_in_evaluation = 0
 
@@ -57,7 +63,7 @@ class Contexts:
             hierarchy = None
             if model.hierarchical_context_parallel_sizes:
                 hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
-            shape = shape_of(model, self._config, self._tokens)
+            shape = shape_of(model, self._config, *self._sizes)
             made = BurstContext.create(self._config, group, hierarchy=hierarchy, shape=shape)
             self._made[ranks] = made
             for other in _groups_of_micro_batches() if is_first else ():

@@ -217,10 +217,11 @@ class BurstCoreAttention(ModuleWithSink):
                 "Megatron's that was built of our spec; drop it"
             )
         if not self._shared.follows_layout and context.ranks > 1:
+            config = self._shared.config
+            meant = "contiguous" if config.is_zigzag else f"in --burst-layout {config.layout}"
             raise ValueError(
-                f"the tokens are in Megatron's zigzag, not in --burst-layout "
-                f"{self._shared.config.layout}: append SequenceHooks(shared) to the pre_wrap_hooks "
-                "of the model's config"
+                f"the tokens are in Megatron's zigzag, not {meant}: append "
+                "SequenceHooks(shared) to the pre_wrap_hooks of the model's config"
             )
         for name, given, instead in (
             ("attention_mask", mask, "--no-create-attention-mask-in-dataloader"),

@@ -1,5 +1,7 @@
 """What the tensors of all layers of a model have in common, so that heads may be shared out."""
 
+from dataclasses import replace
+
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -8,9 +10,9 @@ from megatron_burst.plans.choice.cost import Shape
 
 
 def shape_of(
-    model: ModelParallelConfig, config: BurstConfig, tokens: int | None = None
+    model: ModelParallelConfig, config: BurstConfig, tokens: int | None = None, batch: int = 1
 ) -> Shape | str:
-    """Return the shape of a rank's tensors in every layer; `tokens` are a rank's.
+    """Return the shape of a rank's tensors in every layer; `tokens` are a rank's, of the batch.
 
     Or why no choice goes by it: messages of some layers are fewer than those of all their keys.
     """
@@ -28,4 +30,5 @@ def shape_of(
         kv_heads = model.num_attention_heads
         head_dims = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
     heads = model.num_attention_heads // tensor, max(kv_heads // tensor, 1)
-    return Shape.of(tokens, heads, head_dims, model.params_dtype.itemsize, config.grad_dtype)
+    found = Shape.of(tokens, heads, head_dims, model.params_dtype.itemsize, config.grad_dtype)
+    return replace(found, batch=batch)

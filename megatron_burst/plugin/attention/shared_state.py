@@ -18,6 +18,7 @@ class SharedState:
     Args:
         config: the settings.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
+        batch: sequences of that micro-batch.
         layer_config: what its layers do around attention (default: nothing).
         moves: whether tokens may leave Megatron's zigzag, as they do in micro-batches with
             documents and in other layouts, and where layers with a state pass it.
@@ -30,13 +31,14 @@ class SharedState:
         self,
         config: BurstConfig,
         tokens: int | None = None,
+        batch: int = 1,
         *,
         layer_config: LayerConfig | None = None,
         moves: bool = False,
     ) -> None:
         self.config, self.layer_config = config, layer_config or LayerConfig()
         self.masks = Masks(config.block_mask)
-        self.contexts = Contexts(config, self.layer_config, tokens, self.masks)
+        self.contexts = Contexts(config, self.layer_config, tokens, batch, self.masks)
         # Mamba-2 and gated delta nets on contiguous shards; else Megatron's, in its zigzag.
         self.passes_states = moves or not config.is_zigzag
         self.follows_layout = not self.passes_states

@@ -61,7 +61,7 @@ class Verification:
         self._findings.setdefault(layer, []).extend(findings)
         for finding in findings:
             if finding.where:  # should something else end the job before the report
-                logger.warning("burst verify: layer %s, %s", layer, finding)
+                logger.warning("burst check: layer %s, %s", layer, finding)
         if is_backward:
             self.begun.discard(layer)
             self.settle(context)
@@ -77,7 +77,7 @@ class Verification:
         if is_first_of_its_stage():
             logger.setLevel(logging.INFO)  # of a pipeline stage one rank, whatever the others do
             logger.info(
-                "burst verify: over %d context-parallel rank(s) the first micro-batch %s the "
+                "burst check: over %d context-parallel rank(s) the first micro-batch %s the "
                 "unsharded reference (%s too). The largest error of any rank and what is "
                 "allowed:\n%s",
                 context.ranks,

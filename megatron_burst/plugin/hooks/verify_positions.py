@@ -91,7 +91,7 @@ class PositionHooks:
             f"tokens: {len(wrong)} of {len(same)} are wrong, of tokens {int(wrong.min())} to "
             f"{int(wrong.max())}"
         )
-        logger.warning("burst verify: %s", text)
+        logger.warning("burst check: %s", text)
         self._found[what] = self._found[what] or text
 
 

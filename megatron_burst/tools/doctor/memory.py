@@ -12,6 +12,7 @@ from megatron_burst.tools.flags import arguments, parsed
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.advice import savings_that_fit
 from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.pasted import complete
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
 
@@ -27,7 +28,8 @@ def findings(
     if name is None:
         return
     machine, gpus = configs.cluster(name), target.nodes * target.ranks_per_node
-    given = {"global-batch-size": gpus * args.micro_batch_size, **parsed(words)}
+    given = parsed(words)
+    assumed = complete(given, gpus)
     try:
         load = workload_of(given, machine, gpus)
         lacks = memory.lacks(load)
@@ -37,7 +39,7 @@ def findings(
     if not lacks:
         yield from _slow_steps(args, load)
         return
-    text = f"{_told(load, lacks)} on {machine.name}"
+    text = "; ".join((f"{_told(load, lacks)} on {machine.name}", *assumed))
     if lacks == "host":
         yield Finding("memory", Level.WARNING, text, "more nodes, or fewer tokens")
         return

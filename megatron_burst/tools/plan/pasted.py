@@ -79,18 +79,23 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
         flags["seq-length"] = given.seq_length
     if given.documents:
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
-    if flags.pop("recompute-activations", False):  # Megatron's short form
-        flags["recompute-granularity"] = "selective"
-    flags.setdefault("global-batch-size", _sequences(flags, gpus))
-    assumed = []
-    if "vocab-size" not in flags:
-        tokenizer = str(flags.get("tokenizer-type"))
-        flags["vocab-size"] = _VOCABULARY.get(tokenizer, _USUAL_VOCABULARY)
-        assumed = [f"--vocab-size {flags['vocab-size']} is assumed: no tokenizer is read here"]
+    assumed = complete(flags, gpus)
     keeps = given.documents or given.search is not None or given.ladder  # in what these print
     if not keeps and flags.pop("dataloader-inter-document-masking", False):
         assumed.append("a sequence is taken for one document: plan --documents N says their mean")
     return Pasted(words, line, flags, cluster, gpus, "; ".join(assumed))
+
+
+def complete(flags: dict[str, Any], gpus: int) -> list[str]:
+    """Add what Megatron takes where a command says nothing; return what of it is a guess."""
+    if flags.pop("recompute-activations", False):  # Megatron's short form
+        flags["recompute-granularity"] = "selective"
+    flags.setdefault("global-batch-size", _sequences(flags, gpus))
+    if "vocab-size" in flags:
+        return []
+    tokenizer = str(flags.get("tokenizer-type"))
+    flags["vocab-size"] = _VOCABULARY.get(tokenizer, _USUAL_VOCABULARY)
+    return [f"--vocab-size {flags['vocab-size']} is assumed: no tokenizer is read here"]
 
 
 def _sequences(flags: Flags, gpus: int) -> int:

@@ -40,7 +40,7 @@ def _common(load: Workload) -> Shape | str:
         return "messages of some layers are fewer"
     if load.model.latents and load.config.mla is not Mla.HEADS:
         return "latents may travel"
-    return replace(load.shape, latents=None)
+    return replace(load.shape, latents=None, batch=load.micro)
 
 
 def _known(cluster: Cluster) -> Machine:

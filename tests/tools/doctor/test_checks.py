@@ -180,9 +180,11 @@ def test_a_first_step_that_outlasts_the_time_limit() -> None:
     target = Target(8, 8, (9, 0))
 
     def found(minutes: int) -> list[Finding]:
-        args = argparse.Namespace(micro_batch_size=1, distributed_timeout_minutes=minutes)
+        args = argparse.Namespace(distributed_timeout_minutes=minutes)
         return [*memory.findings(args, arguments(flags), target, "h100")]
 
     (one,) = found(10)
     assert one.check == "timeout" and one.remedy.startswith("--distributed-timeout-minutes")
     assert not found(int(one.remedy.split()[1]))
+    del flags["global-batch-size"]  # then one: these GPUs are one data-parallel rank
+    assert not found(10)
