@@ -139,8 +139,10 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
     spread = Spread(group, vocabulary.ranks if call.sequence_parallel else 1)
     _check(hidden, weight, targets, spread.parts)
     sums = call.weight_sum(weight) if weight.requires_grad else None
-    # float16 has too little room below 1 without a loss scale, which the backward brings.
+    # float16 has too little room below 1 without a loss scale, which the backward brings; of
+    # entropies' weights nothing is known.
     keeps = call.weights is not None and weight.dtype != torch.float16 and targets.numel() > 0
+    keeps &= not call.entropy
     keeps &= torch.is_grad_enabled() and (hidden.requires_grad or sums is not None)
     keeps = keeps and not is_captured(weight) and call.keeper.takes()
     sizes = Sizes(

@@ -21,6 +21,10 @@ type _Tokens = tuple[Hidden, Tensor, Tensor, Tensor, *tuple[Tensor, ...]]
 """Hidden states, and [parts, tokens of a part] each: targets, log-sum-exps and gradients of the
 losses, perhaps entropies and their gradients."""
 
+_NEVER_MADE = 1e30
+"""The log-sum-exp of a token that is left out: backward may take it to fill a part up with, with a
+gradient of 0, and 0 times exp(logit) of a large one would be NaN."""
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -35,16 +39,19 @@ class Head:
     def forward(
         self, states: Tensor, targets: Tensor, weights: Tensor | None, wants: tuple[bool, ...]
     ) -> tuple[Tensor, Kept | None]:
-        """Return losses, log-sum-exps and perhaps entropies, 0 where the target is ignored.
+        """Return losses, log-sum-exps and perhaps entropies; losses of ignored targets are 0.
 
         [numbers, parts, tokens of a part] of `states` [tokens of a part, d]. With weights also the
         gradients of both inputs for losses so weighed.
         """
         wide, where = accumulation_dtype(states.dtype), self._locate(targets)
         made = states.new_zeros(2 + self.call.entropy, *targets.shape, dtype=wide)
+        made[1] = _NEVER_MADE
         counted = where.counted.view(targets.shape)
         if weights is None:
-            self._losses(self.spread.choose(states, counted), targets, made)
+            # Who asks for the largest logits asks for all tokens'.
+            chosen = counted if self.call.on_best is None else torch.ones_like(counted)
+            self._losses(self.spread.choose(states, chosen), targets, made)
             return made, None
         known = where.known.view(targets.shape)
         weights = weights.to(wide).masked_fill(~(counted & known), 0.0)
@@ -128,12 +135,11 @@ class Head:
             return None if d_weight is None else d_weight.result()
         if d_hidden is not None:
             self._add_up(tokens, every, self.chunking.tokens, d_hidden, None)
-        result = torch.empty_like(self.weight)
         for block in slices(self.weight.shape[0], rows):
             total = OwnSum(self.weight[block])
             self._add_up(tokens, block, self.chunking.tokens_of_rows, None, total)
-            result[block] = total.total
-        return result
+            d_weight.add_rows(block, total.total)
+        return d_weight.result()
 
     def _add_up(
         self,

@@ -36,6 +36,9 @@ class WeightSum(Protocol):
     def add(self, total: Tensor, factor: float) -> None:
         """Add `factor * total`, a sum that the forward kept; `total` may be taken."""
 
+    def add_rows(self, rows: slice, total: Tensor) -> None:
+        """Add what is all of dW for some rows; all other rows come so, too."""
+
     def result(self) -> Tensor:
         """Return what autograd gets as the gradient of the weight."""
 
@@ -47,6 +50,7 @@ class OwnSum:
         self._weight, self._wide = weight, accumulation_dtype(weight.dtype)
         self.apart = self.kept_apart = self._wide != weight.dtype
         self.used = False
+        self._rounded: Tensor | None = None  # of rows that came one block after the other
 
     @functools.cached_property
     def total(self) -> Tensor:
@@ -62,9 +66,15 @@ class OwnSum:
         """Take `factor * total`."""
         self.total = total if factor == 1.0 else total.mul_(factor)
 
+    def add_rows(self, rows: slice, total: Tensor) -> None:
+        """Round and take the sum of some rows."""
+        if self._rounded is None:
+            self._rounded = torch.empty_like(self._weight)
+        self._rounded[rows] = total
+
     def result(self) -> Tensor:
         """Return the sum, rounded once to the dtype of the weight."""
-        return self.total.to(self._weight.dtype)
+        return self.total.to(self._weight.dtype) if self._rounded is None else self._rounded
 
 
 def add_product(total: Tensor, gradient: LogitsGradient, hidden: Tensor) -> None:

@@ -6,6 +6,7 @@ tests/training runs the same in whole trainings.
 import copy
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 )
 
 from megatron_burst.config import LmHeadConfig  # noqa: E402
+from megatron_burst.loss.call import Call  # noqa: E402
 from megatron_burst.loss.kept import Kept  # noqa: E402
 from megatron_burst.loss.products import LogitsGradient, OwnSum  # noqa: E402
 from megatron_burst.plugin.hooks import lm_head  # noqa: E402
@@ -100,9 +102,31 @@ def test_losses_gradients_and_counts_are_those_of_the_logits(
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("left", [BATCH * TOKENS, TOKENS + 3, 1, 0])
+def test_heads_of_mtp_count_beside_tokens_that_are_ignored(logged: Any, left: int) -> None:
+    """As --sft has them: -100 where no loss is asked for."""
+    labels = LABELS.flatten().clone()
+    labels[: LABELS.numel() - left] = -100
+    labels, found = labels.view_as(LABELS), list[list[Tensor]]()
+    mask = (labels >= 0).float()
+    for attach in (lambda made: made, in_chunks):
+        made = attach(model(mtp=True))
+        losses = run(made, labels, loss_mask=mask) * mask
+        losses.sum().backward()
+        counts = [value.clone() for name, value in logged.items() if "values" in name]
+        found.append([losses, *(p.grad for p in made.parameters()), *counts])
+        logged.clear()
+    for ours, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("settings", ["plain", "tied", "width-scaled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_and_entropies_of_given_tokens(kind: str, settings: str) -> None:
+def test_log_probabilities_and_entropies_of_given_tokens(
+    kind: str, settings: str, has_mask: bool
+) -> None:
+    """With a mask, by whose multiple the log-probabilities are weighed: that says nothing of H."""
     generator = torch.Generator().manual_seed(1)
     grad, found = torch.randn(BATCH, TOKENS, 2, generator=generator), []
     labels = LABELS.clone()
@@ -115,6 +139,9 @@ def test_log_probabilities_and_entropies_of_given_tokens(kind: str, settings: st
     call = dict.fromkeys(("input_ids", "position_ids", "attention_mask"))
     wrapped = torch.nn.Sequential(in_chunks(chunked))
     wrapped.forward = lambda **arguments: wrapped[0](**arguments)
+    if has_mask:
+        call["loss_mask"] = (labels % 3 > 0).float() * (labels >= 0)
+        grad[..., 0] = -call["loss_mask"]
     ours = log_probs(wrapped, labels, 0.7, **call)
     for made, result in ((plain, expected), (chunked, ours)):
         (result * grad).sum().backward()
@@ -391,6 +418,27 @@ def test_the_whole_loss_sums_into_main_grad(dtype: torch.dtype, mask: Tensor | N
             weight.main_grad.float(), 1 + plain.output_layer.weight.grad, **near
         )
         assert weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_dw_in_blocks_of_rows_goes_where_all_of_it_goes(has_main_grad: bool) -> None:
+    """Behind a micro-batch that made it at once, and told DDP to leave the gradient alone."""
+    made, plain, chunking = in_chunks(model()), model(), Call.chunking
+    (2 * run(plain).sum()).backward()
+    weight = made.output_layer.weight
+    if has_main_grad:
+        weight.main_grad = torch.zeros(ROWS, SIZE, dtype=torch.bfloat16)
+        weight.grad_added_to_main_grad = False
+
+    def in_blocks(call: Call, sizes: Any) -> Any:
+        return replace(chunking(call, sizes), rows=7, tokens_of_rows=5)
+
+    run(made).sum().backward()
+    with mock.patch.object(Call, "chunking", in_blocks):
+        run(made).sum().backward()
+    found = weight.main_grad.float() if has_main_grad else weight.grad
+    near = {"rtol": 2**-7, "atol": 1e-2} if has_main_grad else {}
+    torch.testing.assert_close(found, plain.output_layer.weight.grad, **near)
 
 
 def said_of_logits(caplog: pytest.LogCaptureFixture) -> list[str]:

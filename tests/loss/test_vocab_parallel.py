@@ -125,6 +125,17 @@ def test_hardly_any_tokens_and_large_logits(
         assert max(of_gradients) < TOLERANCE * (10 if name.startswith("large") else 1)
 
 
+def test_tokens_that_only_fill_a_part_up_have_no_gradient(workers: WorkerPool) -> None:
+    """The second rank's third token never had a loss, and backward takes it beside the first's."""
+    plain = make_case((8,))
+    targets = plain.targets.clamp(min=0)
+    targets[[0, 4, 5, 6]] = -100
+    grad = torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 0])
+    case = plain._replace(hidden=1e3 * plain.hidden, targets=targets, grad=grad)
+    found = together(workers.run(2, on_a_rank, case, True, {"chunk_size": 4}), True)
+    assert max(errors(found, oracle(case))) < 10 * TOLERANCE
+
+
 def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     case = make_case((8, 3))
     case.targets.fill_(1)  # none is left out

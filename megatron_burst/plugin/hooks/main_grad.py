@@ -45,6 +45,10 @@ class MainGradSum:
         """Add `factor * total`."""
         self._main_grad.add_(total, alpha=factor)
 
+    def add_rows(self, rows: slice, total: Tensor) -> None:
+        """Add the sum of some rows."""
+        self._main_grad[rows].add_(total)
+
     def result(self) -> Tensor:
         """Set `grad_added_to_main_grad`; return the tensor without meaning that Megatron wants."""
         weight = self._weight
