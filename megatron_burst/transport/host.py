@@ -8,7 +8,7 @@ the host's lead would become memory.
 
 import math
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -129,34 +129,60 @@ def _shaped(buffer: Tensor, like: Tensor) -> Tensor:
 
 
 class PinnedBuffers:
-    """Pinned memory by size: what was given back is taken again.
+    """Pinned memory by size: what was given back is taken again, if need be by what is smaller.
 
     Torch makes a power of two bytes of every request, so buffers are cut from slabs that nearly
-    are one.
+    are one. Where sizes change from micro-batch to micro-batch, as documents make them, those that
+    nobody has and that are too small by up to half are let go before more is pinned.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._taken = Counter[int]()
 
     def take(self, nbytes: int) -> Tensor:
         """Return at least so many bytes: uint8 [rounded up], some where none is asked for."""
-        size = max(1, math.ceil(nbytes / _ALIGNMENT)) * _ALIGNMENT
-        if not self._free[size]:
-            slab = torch.empty(size * slab_count(size), dtype=torch.uint8, pin_memory=True)
+        size = _rounded(nbytes)
+        large = [n for n, free in self._free.items() if free and size <= n <= 2 * size]
+        if not large:
+            small = [n for n in self._free if size / 2 <= n < size and not self._taken[n]]
+            for n in small:
+                del self._free[n]
+            count = slab_count(size, self._taken[size])
+            slab = torch.empty(size * count, dtype=torch.uint8, pin_memory=True)
             self._free[size] += slab.split(size)
-        return self._free[size].pop()
+        found = min(large, default=size)
+        self._taken[found] += 1
+        return self._free[found].pop()
 
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Take buffers back."""
         for buffer in buffers:
             self._free[len(buffer)].append(buffer)
+            self._taken[len(buffer)] -= 1
 
 
-def slab_count(size: int) -> int:
-    """Return of how many buffers a slab is made: few that leave little of a power of two unused."""
+def pinned_bytes(nbytes: float, count: int) -> int:
+    """Return what so many tensors of a size take in slabs."""
+    size, there, found = _rounded(nbytes), 0, 0
+    while there < count:
+        more = slab_count(size, there)
+        there, found = there + more, found + 2 ** math.ceil(math.log2(more * size))
+    return found
+
+
+def slab_count(size: int, there: int) -> int:
+    """Return of how many buffers a slab is made: few that leave little of a power of two unused.
+
+    And, of at most 16, no more than one beside those that are there.
+    """
 
     def used(count: int) -> float:
         return count * size / 2 ** math.ceil(math.log2(count * size))
 
-    counts = range(1, _MOST + 1)
+    counts = range(1, min(there + 1, _MOST) + 1)
     return next((n for n in counts if used(n) >= _LEAST_USED), max(counts, key=used))
+
+
+def _rounded(nbytes: float) -> int:
+    return max(1, math.ceil(nbytes / _ALIGNMENT)) * _ALIGNMENT

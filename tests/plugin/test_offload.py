@@ -14,6 +14,7 @@ pytest.importorskip("megatron.training.models.gpt")
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention  # noqa: E402
 from megatron_burst.plugin.hooks import host_room  # noqa: E402
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps  # noqa: E402
 from megatron_burst.plugin.hooks.offload import OffloadInputs  # noqa: E402
@@ -174,9 +175,17 @@ def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"puts 2\.5 GiB .* node 20\.0 .*offload \(1\.5 GiB"):
         monkeypatch.setattr(host_room, "available_bytes", lambda: 19 * 2**30)
         host_room.HostRoom(131072, None, share)([weights])
-    assert host_room.offloaded_bytes(model(32), 131072, None) == 32 * 2**30
+    assert host_room.offloaded(model(32), 131072, None) == {2**30: 32}
     spread = model(32, tensor_model_parallel_size=2, sequence_parallel=True)
-    assert host_room.offloaded_bytes(spread, 131072, None) == 16 * 2**30
+    assert host_room.offloaded(spread, 131072, None) == {2**29: 32}
+    attention = BurstCoreAttention.__new__(BurstCoreAttention)
+    torch.nn.Module.__init__(attention)
+    spread.attention = attention
+    rows = 131072 // 4 * 16  # of a rank's heads
+    assert host_room.offloaded(spread, 131072, 0.75) == {2**29: 32, rows * 256: 1, rows * 4: 1}
+    monkeypatch.setattr(host_room, "available_bytes", lambda: 0)
+    with pytest.raises(ValueError, match=r"puts 8\.0 GiB"):  # of 4 inputs, for torch pins as much
+        host_room.HostRoom(131072 + 64, None)([model(4)])
 
 
 def test_an_evaluation_copies_nothing(copies: Counter[str]) -> None:

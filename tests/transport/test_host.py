@@ -3,11 +3,19 @@
 Without a device: tests/streams.py stands in for CUDA's streams.
 """
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst.transport.host import HostMemory, PinnedBuffers, Stored, slab_count
+from megatron_burst.transport.host import (
+    HostMemory,
+    PinnedBuffers,
+    Stored,
+    pinned_bytes,
+    slab_count,
+)
 from tests.streams import Stream, Streams
 
 
@@ -124,7 +132,26 @@ def _host_alone() -> "pytest.MonkeyPatch":
     ],
 )
 def test_slabs_leave_little_unused(size: int, count: int) -> None:
-    assert slab_count(size) == count
+    assert slab_count(size, 15) == count
+    assert slab_count(size, 0) == 1 and slab_count(size, 2) <= 3, "no more than are used already"
+    assert pinned_bytes(size, 4) <= 4 * 2 ** (size - 1).bit_length(), "as one by one at most"
+    assert pinned_bytes(size, 32) < 1.7 * 32 * size, "twice as much one by one, of some"
+
+
+def test_sizes_that_change_take_no_more_than_the_largest() -> None:
+    """Beside a size that does not change, of two tensors a layer, four layers of a micro-batch."""
+    sizes, most, same = random.Random(0), 0, 9 * 2**20
+    with _host_alone():
+        buffers = PinnedBuffers()
+        for _ in range(100):
+            size = sizes.randrange(4 * 2**20, 8 * 2**20)
+            most = max(most, size)
+            taken = [buffers.take(n) for _ in range(4) for n in (size, same)]
+            assert [len(x) >= n for x, n in zip(taken, 4 * [size, same], strict=True)] == 8 * [True]
+            assert len({x.data_ptr() for x in taken}) == 8
+            buffers.give(taken)
+            there = sum(len(x) for free in buffers._free.values() for x in free)
+            assert there <= 2 * (pinned_bytes(most, 4) + pinned_bytes(same, 4))
 
 
 def test_buffers_are_cut_from_slabs() -> None:
@@ -133,4 +160,4 @@ def test_buffers_are_cut_from_slabs() -> None:
         taken = [buffers.take(5 * 2**20 - 3) for _ in range(6)]
         assert len(buffers.take(0)) == 256  # of what is kept of no rows
     assert {len(one) for one in taken} == {5 * 2**20}
-    assert len({one.untyped_storage().data_ptr() for one in taken}) == 2
+    assert len({one.untyped_storage().data_ptr() for one in taken}) == 4  # of 1, 1, 3 and 3

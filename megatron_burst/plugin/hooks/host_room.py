@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_burst.config import refuse
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.models import need_language_models
+from megatron_burst.transport.host import pinned_bytes
 
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FILES = "memory.max", "memory.current"  # of a control group: its limit, what it holds
@@ -64,8 +66,10 @@ class HostRoom:
         config, virtual = self._stages[0].config, len(self._stages)
         waiting = config.pipeline_model_parallel_size
         waiting *= 1 + 1 / virtual if virtual > 1 else 1  # interleaved: a longer warm-up
-        bytes_ = sum(offloaded_bytes(each, self._tokens, self._fraction) for each in self._stages)
-        return bytes_ * min(waiting, get_num_microbatches())
+        at_once, tensors = min(waiting, get_num_microbatches()), Counter[int]()
+        for stage in self._stages:
+            tensors.update(offloaded(stage, self._tokens, self._fraction))
+        return sum(pinned_bytes(size, math.ceil(n * at_once)) for size, n in tensors.items())
 
 
 def optimizer_share(args: Any) -> tuple[float, float]:
@@ -91,18 +95,20 @@ def optimizer_bytes(model: Any, hosted: tuple[float, float]) -> float:
     )
 
 
-def offloaded_bytes(model: Any, tokens: int, fraction: float | None) -> float:
-    """Return those of a micro-batch: checkpoints' inputs, and rows that attention saves."""
+def offloaded(model: Any, tokens: int, fraction: float | None) -> Counter[int]:
+    """Count by their bytes a micro-batch's: checkpoints' inputs, and rows that attention saves."""
     config: TransformerConfig = model.config
     tensor, element = config.tensor_model_parallel_size, config.params_dtype.itemsize
     spread = tensor if config.sequence_parallel or config.distribute_saved_activations else 1
-    inputs = _checkpoints(config, len(model.decoder.layers)) * config.hidden_size * element / spread
+    inputs = tokens * config.hidden_size * element // spread
     heads, head = config.num_attention_heads / tensor, config.kv_channels or 0
     if config.multi_latent_attention:
         head = config.v_head_dim
     calls = sum(isinstance(module, BurstCoreAttention) for module in model.modules())
-    kept = 0.0 if fraction is None else 1 - fraction
-    return tokens * (inputs + kept * calls * heads * (head * element + 4))
+    kept = 0.0 if fraction is None else (1 - fraction) * tokens * heads
+    found = Counter({inputs: _checkpoints(config, len(model.decoder.layers))})
+    found.update({round(kept * size): calls for size in (head * element, 4) if kept})
+    return found
 
 
 def _checkpoints(config: TransformerConfig, layers: int) -> int:
