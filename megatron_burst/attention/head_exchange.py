@@ -17,10 +17,8 @@ from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.lowered import Block, Form, Lowered
 from megatron_burst.transport.memory import write
+from megatron_burst.transport.nccl import MOST_PEERS
 from megatron_burst.transport.profiling import span
-
-# There and back: 252 operations. NCCL may hang with more than 256 in one group.
-_PEERS_AT_A_TIME = 126
 
 
 @cache
@@ -32,7 +30,7 @@ def exchange_plan(rank: int, ranks: int) -> Plan:
     """
     hops = []
     for distance in range(1, ranks):
-        group = (distance - 1) // _PEERS_AT_A_TIME
+        group = (distance - 1) // MOST_PEERS
         for source in (rank, (rank - distance) % ranks):
             target = (source + distance) % ranks
             hops.append(Hop(_share(source, target), source, target, Channel.HEADS, 0, group))

@@ -28,6 +28,7 @@ _READ = (2, 27), (2, 30)  # the first version and the last
 # Clusters of 4 CTAs, as is usual on Hopper, want room in one part of the GPU, beside attention.
 _CLUSTER = 1  # not timed
 _NO = {"0", "N", "NO", "F", "FALSE"}  # as torch reads its variables
+MOST_PEERS = 126  # of a group of operations: there and back 252
 _CALLERS = "min_ctas max_ctas cga_cluster_size net_name cta_policy traffic_class".split()
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_burst.plans.schedules.plan import Channel, Plan, Send
 from megatron_burst.transport.backend import nccl_of
 from megatron_burst.transport.errors import named_errors
+from megatron_burst.transport.nccl import MOST_PEERS
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Connections:
         by_nccl = ((c, nccl_of(channels[c])) for c in Channel if c in channels)
         self._backends = {c: found for c, found in by_nccl if found is not None}
         self._channels, self._ranks, self._known = channels, ranks, set[Way]()
+        self._rank = dist.get_rank() if self._backends else 0
         # A mesh of one node reads across it, too.
         across = {Channel.READ_ACROSS} if Channel.READ_BETWEEN in channels else set()
         self._direct = {Channel.READ_DIRECT, Channel.GRADIENT_DIRECT} | across
@@ -80,8 +82,9 @@ class Connections:
         ways = [way for way in self._ways(plans) if way not in self._known]
         self._known.update(ways)
         with _said_memory(len(ways), "connections"):
-            for channel in self._backends:  # in one order on all ranks, all of a channel at once
-                self._connect(channel, [way for way in ways if way.channel is channel])
+            for channel in self._backends:  # in one order on all ranks
+                for some in self._batches(channel, [way for way in ways if way.channel is channel]):
+                    self._connect(channel, some)
 
     def _ways(self, plans: Iterable[Plan]) -> Iterable[Way]:
         """Return each way once, in the order of the plans."""
@@ -92,9 +95,17 @@ class Connections:
                 ways[Way(each.channel, isinstance(each, Send), peer)] = None
         return ways
 
+    def _batches(self, channel: Channel, ways: Sequence[Way]) -> list[list[Way]]:
+        """Part them by how far the receiver is behind the sender: alike at both ends."""
+        place = {rank: number for number, rank in enumerate(self._ranks[channel])}
+        found: dict[int, list[Way]] = {}
+        for way in ways:
+            behind = place[way.peer] - place[self._rank]
+            number = (behind if way.sends else -behind) % len(place) // MOST_PEERS
+            found.setdefault(number, []).append(way)
+        return [found[number] for number in sorted(found)]
+
     def _connect(self, channel: Channel, ways: Sequence[Way]) -> None:
-        if not ways:
-            return
         group, operations = self._channels[channel], list[dist.P2POp]()
         for _, sends, peer in ways:
             x = torch.zeros(1, dtype=torch.uint8, device=_device())

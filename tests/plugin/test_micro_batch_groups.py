@@ -137,6 +137,23 @@ def test_each_micro_batch_runs_over_its_own_group(
         assert contexts == 4
 
 
+def _of_unequal_sizes(team: Team) -> float:
+    groups = make_groups((1, 2, 4, 8))
+    shared = SharedState(BurstConfig(timeout_seconds=30))
+    module, pg_collection = made(shared, groups)
+    pg_collection.cp = groups[2 if team.rank < OWN else 1]
+    shared.contexts.add(module.config, pg_collection.cp)
+    batch = MicroBatch(0, pg_collection.cp)
+    out = module(*batch.qkv, None, packed_seq_params=batch.packed(cp_group=pg_collection.cp))
+    out.backward(batch.mine(batch.whole[3]))
+    return batch.error(out)
+
+
+def test_some_ranks_may_be_alone(workers: WorkerPool) -> None:
+    """And take part where the others make their groups, which is for the whole job."""
+    assert max(workers.run(JOB, _of_unequal_sizes)) < 1e-13
+
+
 def _refused(team: Team) -> list[str]:
     groups, said = make_groups((1, 2, 4, 8)), []
     shared = SharedState(BurstConfig())

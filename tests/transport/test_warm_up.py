@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -139,7 +140,9 @@ def connections(rank: int, grid: Grid, first: int = 100) -> tuple[Connections, d
         for channel, members in members_of_channels(grid, heads).items()
     }
     made: Any = channels
-    return Connections(made, dict.fromkeys(channels, jobs)), channels
+    found = Connections(made, dict.fromkeys(channels, jobs))
+    found._rank = jobs[rank]
+    return found, channels
 
 
 GRID = Grid(((0, 1, 2, 3), (4, 5, 6, 7)))
@@ -174,6 +177,24 @@ def test_exactly_the_peers_of_the_plans_are_connected_once_and_at_both_ends(post
             made.add(plans)
             assert len(posted) == count, "a second call connects nobody"
         assert ends[0] == ends[1], "both ends at once, or one would wait for ever"
+
+
+def test_no_more_peers_are_connected_at_once_than_nccl_bears(posted: Any) -> None:
+    """Of a ring over 300 nodes, whose gradients go straight home; alike at both ends."""
+    ring, ends = Ring(Tiling(zigzag(600, 300), Mask.full()), Grid(((*range(300),),))), []
+    for rank in (0, 40, 170, 299):
+        posted.clear()
+        connections(rank, ring.grid)[0].add([ring.forward(rank), ring.backward(rank)])
+        assert max(map(len, posted)) <= 252 and sum(map(len, posted)) == 2 + 2 * 299
+        ways = [
+            {(rank, peer - 100) if sends else (peer - 100, rank) for _, sends, peer in batch}
+            for batch in posted[1:]  # behind that of its neighbours
+        ]
+        assert len(ways) == 3
+        ends.append(ways)
+    for mine, other in combinations(ends, 2):
+        for n, m in product(range(3), repeat=2):
+            assert n == m or not mine[n] & other[m]
 
 
 def test_communicators_are_made_in_one_order_and_not_twice(posted: Any) -> None:

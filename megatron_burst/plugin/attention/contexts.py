@@ -12,10 +12,13 @@ from megatron.core import ModelParallelConfig, parallel_state
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.log import Means
 from megatron_burst.config import BurstConfig
+from megatron_burst.plans.choice.head_parallel import head_groups
+from megatron_burst.plans.schedules.topology import flat_grid
 from megatron_burst.plugin.attention.documents import ranks_of
 from megatron_burst.plugin.attention.masks import Masks
 from megatron_burst.plugin.attention.shapes import shape_of
 from megatron_burst.plugin.training_config import Check, LayerConfig
+from megatron_burst.transport.groups import make_groups
 from megatron_burst.transport.objects import check_agreement, gather_objects
 
 # Of `parallel_state`: the groups of micro-batches of this rank by their sizes, dev's and others'.
@@ -87,9 +90,12 @@ class Contexts:
         """
         ranks, timeout = ranks_of(group), self._config.timeout_seconds
         assert dist.group.WORLD is not None
-        what = "learn whose groups are new"
-        if not any(gather_objects(dist.group.WORLD, what, ranks not in self._made, timeout)):
+        said = len(ranks), ranks not in self._made
+        every = gather_objects(dist.group.WORLD, "learn whose groups are new", said, timeout)
+        if not any(is_new for _, is_new in every):
             return
+        if len(ranks) == 1 < max(every)[0]:  # the whole job makes the others' groups
+            make_groups(group, flat_grid(1), head_groups((0,), 1), 1, timeout)
         degree = self._config.head_parallel_size
         config = replace(self._config, head_parallel_size=degree and math.gcd(degree, len(ranks)))
         made = BurstContext.create(config, group, shape=shape_of(model, config))
