@@ -109,6 +109,38 @@ def test_gradients_and_copies(copies: Counter[str], run: Run, fraction: float | 
         assert (model.checkpoints.found, model.checkpoints.kept) == (3 * found, 0)
 
 
+class Scale(torch.autograd.Function):
+    """As Megatron's linears do: their backward looks for what a weight has beside its values."""
+
+    seen: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        Scale.seen.append(hasattr(weight, "main_grad"))
+        return grad * weight, (grad * x).sum()
+
+
+def test_layers_without_a_checkpoint_save_their_weights_themselves() -> None:
+    model, weight = Offloading(None), torch.nn.Parameter(torch.tensor(2.0))
+    weight.main_grad = torch.zeros(())
+
+    def scaled(_: Any, args: Any, given: dict[str, Any]) -> Any:
+        return args, {**given, "hidden_states": Scale.apply(given["hidden_states"], weight)}
+
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(scaled, with_kwargs=True)
+    Scale.seen.clear()
+    for _ in range(2):
+        model(batch(0), block).backward()
+    assert Scale.seen == 2 * LAYERS * [True]
+
+
 def test_an_input_comes_back_while_the_layer_behind_it_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -32,8 +32,8 @@ class Contexts:
         config: the settings.
         layer_config: what its layers do around attention, on every rank alike.
         tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
-        batch: sequences of that micro-batch.
         masks: of the model, which every rank has to have alike.
+        batch: sequences of that micro-batch.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Contexts:
         config: BurstConfig,
         layer_config: LayerConfig,
         tokens: int | None,
-        batch: int,
         masks: Masks,
+        batch: int = 1,
     ) -> None:
         self._config, self._layer_config = config, layer_config
         self._sizes, self._masks = (tokens, batch), masks

@@ -38,7 +38,7 @@ class SharedState:
     ) -> None:
         self.config, self.layer_config = config, layer_config or LayerConfig()
         self.masks = Masks(config.block_mask)
-        self.contexts = Contexts(config, self.layer_config, tokens, batch, self.masks)
+        self.contexts = Contexts(config, self.layer_config, tokens, self.masks, batch)
         # Mamba-2 and gated delta nets on contiguous shards; else Megatron's, in its zigzag.
         self.passes_states = moves or not config.is_zigzag
         self.follows_layout = not self.passes_states

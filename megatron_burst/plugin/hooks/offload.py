@@ -36,6 +36,7 @@ class OffloadInputs:
         self._next: Callable[[], _Input | None] = nothing  # to come back, weak
         self._comes_later = False  # behind the attention of this second pass
         self._hooks: list[saved_tensors_hooks] = []
+        self._is_paused = False
 
     def __call__(self, models: list[Any]) -> list[Any]:
         """Attach to the layers of all pipeline stages among `models` and return them."""
@@ -46,7 +47,10 @@ class OffloadInputs:
                     part.register_forward_pre_hook(self._enter)
                     part.register_forward_hook(self._leave, always_call=True)
             # An MTP layer's norms see first what its checkpoint saves.
-            norms = (norm for layer in mtp_layers(model) for norm in (layer.enorm, layer.hnorm))
+            heads = mtp_layers(model)
+            norms = (norm for layer in heads for norm in (layer.enorm, layer.hnorm))
+            for layer in (*model.decoder.layers, *heads):
+                layer.register_forward_hook(self._resume, always_call=True)
             for module in (*model.decoder.layers, *norms):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
                 if (attention := _attention(module)) is not None:
@@ -78,6 +82,19 @@ class OffloadInputs:
         hidden = args[0] if args else kwargs["hidden_states"]
         if starts_a_pass(hidden) and not torch.is_grad_enabled():
             self._inputs.append(weakref.ref(hidden))
+        elif torch.is_grad_enabled() and not is_in_backward():
+            self._pause()
+
+    def _pause(self) -> None:
+        """Let a layer in no checkpoint save as ever: linears look for `main_grad` at a weight."""
+        if self._hooks:
+            self._hooks.pop().__exit__()
+            self._is_paused = True
+
+    def _resume(self, *_: Any) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._enter()
 
     def _attend(self, _: Any, args: tuple[Any, ...]) -> None:
         """Attention begins; when its backward has made the queries' gradient, it holds no more."""
