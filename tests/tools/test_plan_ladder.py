@@ -46,6 +46,12 @@ def test_how_far_a_sequence_goes(model: str, gpus: int, tokens: float) -> None:
     assert memory.lacks(workload_of(longer, H100, gpus))
 
 
+def test_ranks_of_an_odd_factor_have_lengths_that_they_divide() -> None:
+    rungs = ladder.climb(given("llama3_8b"), H100, 24)
+    assert all(each.longest and each.longest % 48 == 0 for each in rungs)
+    assert rungs[0].load.tokens == 1048608, "the least multiple of 48 from 2**20 on"
+
+
 def test_every_rung_is_within_5_per_cent_of_what_lives_in_a_step() -> None:
     """Of the counts on the page of recompute, which test_step_memory.py compares with a step."""
     page = (ROOT / "docs" / "recompute.md").read_text().partition("## What lives in a step")[2]

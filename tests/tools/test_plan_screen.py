@@ -5,11 +5,13 @@ import shlex
 import subprocess
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from megatron_burst.plans.choice.machine import MACHINES
 from megatron_burst.tools.command import main
-from megatron_burst.tools.plan import screen
+from megatron_burst.tools.plan import screen, usual
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import Candidate, at_its_sizes, in_order, rank
 from megatron_burst.tools.plan.reading import workload_of
@@ -100,6 +102,8 @@ def test_the_default_is_in_the_table_however_short(capsys: pytest.CaptureFixture
         ({"dataloader-inter-document-masking": True, "documents-mean": 8192}, 1),
         ({"burst-topology": "flat"}, 1),
         ({"burst-head-parallel-size": 2}, 2),
+        ({"burst-head-chunks": 2}, 4),  # of 8 KV heads a rank has two
+        ({"window-size": "0,0"}, 1),
         ({"context-parallel-algo": "ring"}, 1),
         ({"context-parallel-size": 1, "global-batch-size": 8}, 1),
     ],
@@ -109,6 +113,17 @@ def test_the_degree_is_the_one_that_training_takes(more: dict[str, Any], degree:
     assert as_trained(load).head_parallel == degree
     unknown = replace(load, cluster=replace(H100, gpu=""))
     assert as_trained(unknown).head_parallel == degree, "taken for an H100, as in training"
+
+
+def test_tensor_parallel_ranks_share_nics_in_what_is_chosen_too() -> None:
+    """As `BurstContext` has it: with TP 4 two GPUs of an A800's NIC send the same."""
+    more = {"context-parallel-size": 4, "tensor-model-parallel-size": 4, "seq-length": 8192}
+    load = workload_of(
+        {**FLAGS, **more, "sequence-parallel": True}, Configs.read().cluster("a800"), 16
+    )
+    with mock.patch.object(usual, "choose_degree", return_value=(1, "")) as chosen:
+        as_trained(load)
+    assert chosen.call_args.args[-1] == MACHINES["A800"].shared_by(4)
 
 
 def test_a_way_has_the_name_that_megatron_gives_it() -> None:

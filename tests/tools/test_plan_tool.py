@@ -248,6 +248,23 @@ def test_a_plan_with_two_names_has_one_row() -> None:
     assert not any(e.twins for e in inside if not e.is_usual)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"burst-memory-mb": 2000},
+        {"burst-head-chunks": 2},
+        {"burst-head-chunks": 2, "burst-head-parallel-size": 1},
+    ],
+)
+def test_ways_that_cannot_have_what_is_given_are_left_out_or_go_without(more: Flags) -> None:
+    flags = CONFIGS.flags_of("_long") | CONFIGS.model("llama3_8b") | more
+    flags |= {"seq-length": 65536, "context-parallel-size": 8, "global-batch-size": 1}
+    found = rank(flags, CONFIGS.cluster("h100"), 8, (0,))
+    assert {each.flags["context-parallel-algo"] for each in found} >= {"burst", "ring"}
+    chunks = more.get("burst-head-chunks", 1)
+    assert all(e.load.shape.kv_heads % chunks == 0 for e in found if e.is_default)
+
+
 def test_what_does_not_fit_comes_last_however_fast() -> None:
     machine = CONFIGS.cluster("a800")
     small = {**FLAGS, "seq-length": 65536, "context-parallel-size": 2}

@@ -1,6 +1,7 @@
 """What needs memory at one time lies apart in it, until its last use. (fast tier)"""
 
 import itertools
+import math
 from collections import defaultdict
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import zigzag
-from megatron_burst.transport.arrangement import Stay, arrange
+from megatron_burst.transport.arrangement import UNIT, Stay, arrange
 from megatron_burst.transport.lowered import Form, Lowered
 from tests.tier import examples
 
@@ -105,6 +106,20 @@ def test_places_hold_for_all_schedules(mask: str, grid: Grid) -> None:
     for schedule, rank in itertools.product(schedules, (0, 5, RANKS - 1)):
         for plan in (schedule.forward(rank), schedule.backward(rank)):
             check(plan, Lowered("a pass", plan, forms, str))
+
+
+@pytest.mark.parametrize("window", [LOCAL - 1, 3 * LOCAL, 5 * LOCAL])
+def test_a_direct_exchange_takes_no_more_memory_than_is_said(window: int) -> None:
+    """With the copies of own rows that are sent, which two others may share."""
+    tiling = Tiling(zigzag(LOCAL * RANKS, RANKS), Mask.causal(window=window))
+    sizes = {kind: sum(4 * math.prod(f.shape) for f in forms(Item(kind, 0))) for kind in Kind}
+    for sent in (Kind.KV, Kind.QUERY):
+        direct = Direct(tiling, flat_grid(RANKS), sent)
+        for backward in (False, True)[sent is Kind.QUERY :]:
+            plans = [(direct.backward if backward else direct.forward)(n) for n in range(RANKS)]
+            taken = max(Lowered("a pass", plan, forms, str).size for plan in plans)
+            most = direct.memory(sizes, backward=backward) + UNIT * 2 * RANKS  # in whole units
+            assert taken <= most and taken > 0.4 * most
 
 
 def test_places_hold_for_an_all_to_all() -> None:

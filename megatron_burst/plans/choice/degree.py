@@ -49,8 +49,10 @@ def choose_degree(
         return 1, "latents are to travel, which have no heads to share out"
     if any(getattr(config, name) != "auto" for name in _OF_RINGS):
         return 1, "rings are asked for by a topology or a backward that is given"
-    if not (sizes := degrees(nodes, shape.query_heads, shape.kv_heads)):
-        return 1, "no other degree divides its heads and the ranks of every node"
+    chunks = config.head_chunks or 1
+    sizes = degrees(nodes, shape.query_heads, shape.kv_heads)
+    if not (sizes := [n for n in sizes if exchanged(shape, n).kv_heads % chunks == 0]):
+        return 1, "no other degree divides its heads, in their chunks, and the ranks of every node"
     held = _HELD * shape.tokens * shape.query_heads * shape.head_dim * shape.element_bytes
     if held > memory_limit:
         allowed = f"--burst-memory-mb allows {mib(memory_limit)}"

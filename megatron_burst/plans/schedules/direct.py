@@ -45,11 +45,14 @@ class Direct(Schedule):
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         rows = self.tiling.needs.rows[self.sent] * (1 - np.eye(self.grid.ranks, dtype=np.int64))
-        held = rows.sum(axis=0) * sizes[self.sent]
+        local, received = self.tiling.local_tokens, rows.sum(axis=0) * sizes[self.sent]
+        # Of own rows a block's part is copied to be sent, and gone before results come.
+        copied = (rows * (rows < local)).sum(axis=1) * sizes[self.sent]
+        most = (received + copied).max()
         if backward:  # results of what was received, and those that come home
             results = rows * self.result_sizes(sizes)
-            held = held + results.sum(axis=0) + results.sum(axis=1)
-        return int(held.max()) // self.tiling.local_tokens
+            most = max(most, (received + results.sum(axis=0) + results.sum(axis=1)).max())
+        return int(most) // local
 
     def messages(self, *, backward: bool) -> "tuple[_DirectMessages, ...]":
         """Return all messages of a forward or a backward."""

@@ -1,5 +1,6 @@
 """The rows of all ranks in pieces that see, or are seen, alike where documents and blocks end."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -40,7 +41,8 @@ def _alike(shards: Sequence[Sequence[range]]) -> Sequence[Sequence[range]]:
     """
     borders = [{0, *accumulate(map(len, shard))} for shard in shards]
     every = sorted(set().union(*borders))
-    if len(every) != max(map(len, borders)):
+    lengths = {*map(len, borders)}
+    if lengths == {len(every)} or len(every) != max(lengths):
         return shards
     return [list(_cut(shard, every)) for shard in shards]
 
@@ -49,8 +51,8 @@ def _cut(shard: Sequence[range], borders: Sequence[int]) -> Iterator[range]:
     ends = accumulate(map(len, shard))
     for positions, end in zip(shard, ends, strict=True):
         first = end - len(positions)
-        inside = [row - first for row in borders if first <= row <= end]
-        yield from (positions[a:b] for a, b in pairwise(inside))
+        inside = borders[bisect_left(borders, first) : bisect_right(borders, end)]
+        yield from (positions[a - first : b - first] for a, b in pairwise(inside))
 
 
 def cut_pieces(layout: Layout, cuts: Sequence[int]) -> Pieces:

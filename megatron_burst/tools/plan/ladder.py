@@ -14,7 +14,7 @@ from megatron_burst.tools.plan.savings import rungs
 from megatron_burst.tools.plan.screen import wrapped
 from megatron_burst.tools.plan.workload import Workload
 
-_STEP = 2**16  # tokens that a longest sequence is a multiple of
+_STEP = 2**16  # tokens that a longest sequence is a multiple of, or more where ranks are odd
 _MOST = 2**10  # of them
 _TENSOR = (1, 2, 4, 8)
 
@@ -64,6 +64,7 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
         ways, reason = [], ""
         for sizes in _sizes(given, gpus):
             wanted = {**flags, **sizes}
+            wanted = sized(wanted, _rounded(whole(wanted, "seq-length"), gpus))
             try:
                 load = workload_of(wanted, cluster, gpus)
             except ValueError as error:
@@ -96,10 +97,17 @@ def sized(flags: Flags, tokens: int) -> dict[str, Any]:
 
 
 def _longest(flags: Flags, cluster: Cluster, gpus: int) -> int:
-    def fits(steps: int) -> bool:
-        return not memory.lacks(workload_of(sized(flags, steps * _STEP), cluster, gpus))
+    step = _rounded(_STEP, gpus)
 
-    return _STEP * most_that(fits, _MOST)
+    def fits(steps: int) -> bool:
+        return not memory.lacks(workload_of(sized(flags, steps * step), cluster, gpus))
+
+    return step * most_that(fits, _MOST)
+
+
+def _rounded(tokens: int, gpus: int) -> int:
+    """Return a multiple of what any number of ranks divides, as many tokens or some more."""
+    return -(-tokens // (2 * gpus)) * 2 * gpus
 
 
 def most_that(fits: Callable[[int], bool], most: int) -> int:

@@ -4,9 +4,10 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
-from megatron_burst.config import GradDtype, LayoutName
+from megatron_burst.config import Algorithm, GradDtype, LayoutName
 from megatron_burst.tools.flags import Flags, arguments, staged, variables
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
@@ -20,6 +21,7 @@ _NEAR = 1.02  # of the time of the fastest: a tie, as far as can be predicted
 _DEGREE, _LAYOUT = "burst-head-parallel-size", "burst-layout"
 _CHOSEN = (*_NAMING, _DEGREE, _LAYOUT, _FRACTION)
 _FINALISTS = 4
+_OF_BURST = ("burst-memory-mb", "burst-head-chunks", "burst-mla")  # refused of baselines
 
 
 def unchosen(given: Flags) -> dict[str, Any]:
@@ -150,12 +152,19 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
         fractions = ()
 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
-        wanted = {**flags, **way, **recomputing(fraction)}
+        wanted = {**_beside(flags, way), **recomputing(fraction)}
         return candidate(wanted, workload_of(wanted, cluster, gpus))
+
+    def possible(way: Flags) -> Iterator[Candidate]:
+        try:
+            yield from [predicted(way, fraction) for fraction in simple]
+        except ValueError:  # flags that are given do not go with it; burst alone says why
+            if way == ALONE:
+                raise
 
     simple = [fraction for fraction in fractions if fraction in (0, 1)] or [*fractions, None][:1]
     ways = list(_ways(workload_of(flags, cluster, gpus)))
-    found = sorted((predicted(way, fraction) for way in ways for fraction in simple), key=_place)
+    found = sorted(chain.from_iterable(map(possible, ways)), key=_place)
     best = found[: _FINALISTS * len(simple)]
     chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]
     rest = [fraction for fraction in fractions if fraction not in simple]
@@ -212,8 +221,15 @@ def at_its_sizes(found: Candidate, way: Flags) -> Candidate:
     Raises:
         ValueError: these ranks cannot have it.
     """
-    flags = {**unchosen(found.flags), **way}
+    flags = _beside(unchosen(found.flags), way)
     return candidate(flags, workload_of(flags, found.load.cluster, found.load.gpus))
+
+
+def _beside(flags: Flags, way: Flags) -> dict[str, Any]:
+    """Return the flags of a way beside others, of which a baseline takes none that are burst's."""
+    is_burst = way.get("context-parallel-algo") == Algorithm.BURST
+    kept = {name: value for name, value in flags.items() if is_burst or name not in _OF_BURST}
+    return {**kept, **way}
 
 
 def _fraction_of(found: Candidate) -> dict[str, Any]:

@@ -68,7 +68,8 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
         again = of(load.ring)
     elif load.recompute and fraction:
         stop = boundary(load.ring.layout, fraction)
-        again = of(replace(load.ring, mask=replace(load.ring.mask, query_stop=stop)))
+        early = None if stop == load.ring.layout.tokens else stop
+        again = of(replace(load.ring, mask=replace(load.ring.mask, query_stop=early)))
     elif load.recompute:
         again = heads  # the results are saved, but heads and tokens change places again
     return of(load.ring), again, of(load.ring, backward=True)
