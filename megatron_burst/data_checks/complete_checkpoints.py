@@ -161,7 +161,12 @@ class CompleteOnly:
 
     def around_exists(self, exists: Callable[..., bool]) -> Callable[..., bool]:
         """Megatron's `checkpoint_exists`, by which --pretrained-checkpoint goes before --load."""
-        return lambda path: exists(path) or self._unrecorded(path) is not None
+
+        def exists_here(path: Any) -> bool:
+            is_there = path is not None and any(_of_all_ranks(bool(_saved(Path(path), None))))
+            return exists(path) or (is_there and self._unrecorded(path) is not None)
+
+        return exists_here
 
     def _unrecorded(self, directory: str | None) -> str | None:
         """Return the newest complete checkpoint where no record names one: a collective call."""

@@ -222,14 +222,15 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
 
 def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
     """Attention's outputs are saved, and inputs offloaded, only where Megatron recomputes."""
-    if config.recompute_fraction is None:
-        refuse(
-            (
-                args.recompute_offload and args.recompute_granularity != "full",
-                "--recompute-offload has no effect where Megatron recomputes no whole layers: add "
-                f"{_FULL}, or drop it",
-            )
+    saves_none = config.recompute_fraction in (None, 1)
+    refuse(
+        (
+            saves_none and args.recompute_offload and args.recompute_granularity != "full",
+            "--recompute-offload has no effect where Megatron recomputes no whole layers: add "
+            f"{_FULL}, or drop it",
         )
+    )
+    if config.recompute_fraction is None:
         return
     given = f"--recompute-attention-fraction {config.recompute_fraction}"
     selective = args.recompute_granularity == "selective" or args.recompute_activations

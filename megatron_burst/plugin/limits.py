@@ -154,6 +154,10 @@ MLP_LIMITS = with_remedies(
     use_transformer_engine_op_fuser="that MLP has no forward that takes part of the tokens",
     cuda_graph_impl="chunks were not shown to be right in a graph",
     moe_shared_expert_overlap="shared experts run in parts there, which chunks would not see",
+    gtp_weight_remat_size=(
+        "weights are gathered once a forward there, and chunks read them again: drop "
+        "--tensor-parallel-num-weight-shards"
+    ),
     mlp_chunks_for_training=(
         "it holds all chunks until the backward: drop --mlp-chunks-for-training, "
         "--mlp-chunks does its work"
@@ -161,6 +165,7 @@ MLP_LIMITS = with_remedies(
 )
 MLP_WORKING: Mapping[str, tuple[Any, ...]] = {
     "cuda_graph_impl": (None, "none"),
+    "gtp_weight_remat_size": (None, 1),
     "mlp_chunks_for_training": (None, 1),
 }
 

@@ -99,6 +99,11 @@ def gather(inputs: Sequence[Path], *, paragraphs: bool = False) -> Corpus:
     texts, used = [], 0
     for text in documents(inputs, paragraphs=paragraphs):
         used += len(text)
+        if used > LIMIT and not texts:
+            raise ValueError(
+                f"the first document has {used} bytes, and {LIMIT} are taken of all: cut it with "
+                "--paragraphs, or give files of less"
+            )
         if used > LIMIT:
             break
         texts.append(text)

@@ -358,6 +358,11 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
             "--recompute-offload has no effect where Megatron recomputes no whole layers: add",
         ),
         (
+            BURST + "--recompute-granularity selective --recompute-attention-fraction 1 "
+            "--recompute-offload",
+            "--recompute-offload has no effect where Megatron recomputes no whole layers: add",
+        ),
+        (
             FULL + "--recompute-attention-fraction 0.5",
             "--recompute-attention-fraction 0.5 has no effect under --context-parallel-algo meg",
         ),

@@ -125,6 +125,13 @@ def test_a_damaged_cache_is_named(built: Any, tmp_path: Path, affix: str) -> Non
     assert file.read_bytes() == whole
 
 
+def test_sums_of_a_blend_of_very_many_samples_are_exact() -> None:
+    samples = np.arange(2**31 - 2**22, 2**31 - 1, dtype=np.int64)
+    sets = (np.arange(len(samples)) % 3 > 0).astype(np.int16)
+    found = data_indices._sums(sets, samples, 3)
+    assert found.tolist() == [int(samples[sets == n].sum()) for n in range(3)]
+
+
 def test_a_token_beyond_the_vocabulary_is_named(
     built: Any, tmp_path: Path, attached: argparse.Namespace
 ) -> None:

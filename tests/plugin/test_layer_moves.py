@@ -269,7 +269,7 @@ def test_a_padding_mask_that_experts_would_misread_is_refused() -> None:
     context.group = SimpleNamespace(rank=lambda: 0)
     stage = SimpleNamespace(
         decoder=Stack([], False),
-        config=SimpleNamespace(sequence_parallel=False),
+        config=SimpleNamespace(sequence_parallel=False, cuda_graph_impl="none"),
         pg_collection=None,
         post_process=True,
     )
@@ -280,11 +280,20 @@ def test_a_padding_mask_that_experts_would_misread_is_refused() -> None:
         LayerMoves(stage, context, contiguous).check(16, None)
 
 
+def test_graphs_that_pass_the_forward_of_a_layer_by_are_refused() -> None:
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
+    stage = SimpleNamespace(config=config, pg_collection=None)
+    with pytest.raises(ValueError, match="--cuda-graph-impl transformer_engine passes by"):
+        LayerMoves(stage, Context(BurstConfig(), 2, 1), contiguous)
+
+
 def test_ranks_in_another_order_are_refused() -> None:
     context = Context(BurstConfig(), 2, 1)
     context.group = SimpleNamespace(rank=lambda: 1)
     stage = SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2),
+        config=SimpleNamespace(
+            sequence_parallel=True, tensor_model_parallel_size=2, cuda_graph_impl="none"
+        ),
         pg_collection=SimpleNamespace(
             tp_cp=SimpleNamespace(rank=lambda: 1), tp=SimpleNamespace(rank=lambda: 0)
         ),

@@ -106,6 +106,26 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
     assert (machine.folder / "out/node-0.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_the_tutorials_job_outlives_the_signal_that_its_time_is_over(machine: Machine) -> None:
+    """Slurm sends it to all processes of a step; the ranks save, and torchrun waits for them."""
+    for name, text in {
+        "srun": 'while [[ $1 != bash ]]; do shift; done; exec "$@"',
+        "scontrol": "echo n1",
+        "torchrun": "echo begun; for n in 1 2 3 4; do sleep 0.2; done; echo saved",
+    }.items():
+        file = machine.folder / "bin" / name
+        file.unlink(missing_ok=True)
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+    command = ["bash", str(SCRIPTS / "llama3_8b_128k.sbatch")]
+    variables = {**machine.environment, **JOB}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "begun\n"
+        job.send_signal(signal.SIGUSR1)  # by exec it is torchrun
+        assert job.stdout.read() == "saved\n"
+    assert job.returncode == 0
+
+
 def test_a_dry_run_prints_a_command_that_a_shell_understands(machine: Machine) -> None:
     """Here of another script, which runs with the plug-in."""
     more = ("--run", "toy", "--script", "up/pretrain_gpt.py")
@@ -240,8 +260,11 @@ def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machi
     (machine.folder / "env.sh").write_text(
         ': "${NCCL_DEBUG:=INFO}" "${GLOO_SOCKET_IFNAME:=mine}" "${BURST_RANKS_PER_NODE:=6}"\n'
     )
+    with (machine.folder / "env.sh").open("a") as file:
+        file.write("echo modules are loaded\n")
     machine.run("launch_local.sh", "--output", "out", GLOO_SOCKET_IFNAME="theirs")
     variables = machine.variables()
+    assert not [name for name in variables if "modules" in name]
     assert variables["NCCL_DEBUG"] == "INFO" and variables["GLOO_SOCKET_IFNAME"] == "theirs"
     assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert machine.arguments()[4] == "2"
@@ -425,6 +448,21 @@ def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
         assert given[-len(AWKWARD) :] == list(AWKWARD)
     assert machine.text("out/status") == "0\n"
     assert "requeue" not in machine.text("slurm.log")
+
+
+def test_in_a_job_options_may_have_their_values_behind_a_sign(machine: Machine) -> None:
+    machine.run("launch.slurm", "--output=out", "--nodes=2", *AWKWARD, **JOB)
+    assert machine.text("out/status") == "0\n"
+    assert machine.arguments("n1")[-len(AWKWARD) :] == list(AWKWARD)
+    assert "--nodes 4, but" in machine.run("launch.slurm", "--nodes=4", expect=2, **JOB).stderr
+
+
+def test_a_job_that_waits_leaves_what_says_how_another_was_started(machine: Machine) -> None:
+    (machine.folder / "out").mkdir()
+    for name in ("command.txt", "status"):
+        (machine.folder / "out" / name).write_text("of the other")
+    machine.run("launch.slurm", "--nodes", "2", "--output", "out")
+    assert machine.text("out/command.txt") == machine.text("out/status") == "of the other"
 
 
 def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> None:

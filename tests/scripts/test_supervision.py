@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from megatron_burst.tools.launch.processes import Signals
 from tests.scripts.stand_ins import ROOT, Machine, wait_for
 from tests.tier import in_turn, slow_if
 
@@ -151,6 +152,20 @@ def test_a_reader_that_has_stopped_does_not_hold_what_was_told_to_end(machine: M
     assert job.wait(30) == 143
     assert machine.text("out/status") == "143\n"
     wait_for(lambda: not processes(machine), 10)
+
+
+def test_under_nohup_a_terminal_that_closes_ends_nothing() -> None:
+    names = "SIGHUP SIGTERM SIGINT SIGQUIT SIGUSR1".split()
+    kept = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, names)}
+    try:
+        for before in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, before)
+            Signals()
+            assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == (before is signal.SIG_IGN)
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def test_two_jobs_do_not_share_an_output(machine: Machine) -> None:

@@ -246,6 +246,11 @@ def test_a_comparison_goes_on_where_it_stopped(
         for traced in (True, False)
     )
     assert [series.is_finished(burst) for series in (same, other)] == [True, False]
+    mark = same.folder(burst) / running._MARK
+    whole = mark.read_text()
+    mark.write_text(whole[:20])  # its writing was ended
+    assert not same.is_finished(burst)
+    mark.write_text(whole)
     assert other.is_finished(reference), "Megatron's own is not traced: its command is the same"
 
 

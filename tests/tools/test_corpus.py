@@ -156,6 +156,9 @@ def test_too_much_is_cut_between_documents(
     assert run(tmp_path, "--input", folder) == 0
     assert facts(tmp_path)["tokens"] == 601
     assert "cut at 1000 bytes" in capsys.readouterr().out
+    monkeypatch.setattr(corpus, "LIMIT", 500)
+    assert run(tmp_path, "--input", folder) != 0
+    assert "the first document has 600 bytes, and 500 are taken" in capsys.readouterr().err
 
 
 def test_another_text_replaces_the_first_and_has_another_digest(tmp_path: Path) -> None:

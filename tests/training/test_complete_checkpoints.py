@@ -249,6 +249,9 @@ def test_checkpoints_without_a_record_are_found(
     assert "nothing was saved before it, so training starts anew" in caplog.text
     shutil.rmtree(directory)
     assert loaded() is None and not checkpointing.checkpoint_exists(str(directory))
+    directory.mkdir()
+    attach(settings(directory, ckpt_step=4, pretrained_checkpoint="elsewhere"))
+    assert not checkpointing.checkpoint_exists(str(directory)), "the step is the other's"
 
 
 def test_a_training_does_not_save_among_the_checkpoints_of_another(

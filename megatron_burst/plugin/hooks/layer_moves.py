@@ -50,6 +50,11 @@ class LayerMoves:
                 "rows move between layers of two layouts in the forward of a layer, which "
                 "Megatron's schedule plans do not call: drop --overlap-moe-expert-parallel-comm"
             )
+        if config.cuda_graph_impl == "transformer_engine":
+            raise ValueError(
+                "rows move between layers of two layouts in the forward of a layer, which "
+                "--cuda-graph-impl transformer_engine passes by: take local, or drop it"
+            )
         self._spread = config.tensor_model_parallel_size if config.sequence_parallel else 1
         assert context.group is not None
         self._group: dist.ProcessGroup = groups.tp_cp if self._spread > 1 else context.group

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_burst.tools import replacing
 from megatron_burst.tools.compare.results import FAILED, Result, machine, measure
 from megatron_burst.tools.compare.variants import Variant
 from megatron_burst.tools.launch import site
@@ -81,7 +82,10 @@ class Series:
     def is_finished(self, variant: Variant) -> bool:
         """Whether the same command ran to its end here before, with the same versions."""
         file = self.folder(variant) / _MARK
-        return file.is_file() and json.loads(file.read_text()) == self._what(variant)
+        try:
+            return file.is_file() and json.loads(file.read_text()) == self._what(variant)
+        except ValueError:  # its writing was ended
+            return False
 
     def run(self, variant: Variant, signals: Signals) -> Result:
         """Train a variant, unless that was done; KeyboardInterrupt where we are told to end."""
@@ -92,7 +96,7 @@ class Series:
             folder.mkdir(parents=True)
             if status := _train(command, folder / "log.txt", signals):
                 return replace(failed, reason=_reason(status, folder / "log.txt"))
-            (folder / _MARK).write_text(json.dumps(self._what(variant), indent=2) + "\n")
+            replacing.write_text(folder / _MARK, json.dumps(self._what(variant), indent=2) + "\n")
         try:
             return measure(variant.name, folder, self.peak_tflops, command)
         except ValueError as error:

@@ -38,7 +38,8 @@ class Signals:
     def __init__(self, *, with_input: bool = False) -> None:
         self.ended = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, self._end)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+                signal.signal(number, self._end)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         if with_input:
             threading.Thread(target=self._read, daemon=True).start()

@@ -37,7 +37,7 @@ def load_env() -> None:
     named = os.environ.get("BURST_ENV")
     file = Path(named) if named else ROOT / "scripts" / "env.sh"
     if os.access(file, os.R_OK):
-        command = ["bash", "-euc", 'set -a; source "$1"; exec env -0', "bash", str(file)]
+        command = ["bash", "-euc", 'set -a; source "$1" >&2; exec env -0', "bash", str(file)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise ValueError(f"{file} ended with status {done.returncode}")
@@ -116,7 +116,8 @@ def prepare_output(args: argparse.Namespace, default: str = "", *, runs: bool = 
         output.mkdir(parents=True, exist_ok=True)
         if runs:
             lock.hold(output, say=say)
-        (output / "status").unlink(missing_ok=True)
-        words = ["megatron-burst", "launch", *args.command]
-        (output / "command.txt").write_text(f"{shlex.join(words)}\n")
+            (output / "status").unlink(missing_ok=True)
+        words, file = ["megatron-burst", "launch", *args.command], output / "command.txt"
+        if runs or not file.exists():  # a job that runs there has its own
+            file.write_text(f"{shlex.join(words)}\n")
     return output
