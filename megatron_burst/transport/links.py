@@ -39,7 +39,8 @@ def machine_here(between: float | None = None, sysfs: Path = SYSFS) -> Machine:
         return replace(CPU.at_pace(_pace(), of_memory=1.0), nic_rate=between)
     machine, gpus = H100, 1
     if torch.cuda.is_available():
-        name, gpus = torch.cuda.get_device_name(), torch.cuda.device_count()
+        name, ranks = torch.cuda.get_device_name(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = max(torch.cuda.device_count(), ranks)  # a rank may see its own alone
         machine = next((m for word, m in MACHINES.items() if word in name), H100)
     ports = fastest_ports(sysfs)
     rate = _SUSTAINED * 1e9 / 8 * max(ports.values(), default=_ETHERNET)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.plans.choice.machine import CPU, H100, Machine
+from megatron_burst.plans.choice.machine import CPU, H100, MACHINES, Machine
 from megatron_burst.transport import links
 from megatron_burst.transport.links import machine_here, rate_between
 from tests.workers import Team, WorkerPool
@@ -20,6 +20,17 @@ def test_nics_are_as_fast_as_their_ports_and_slow_where_none_is_known(tmp_path: 
         (port / "state").write_text("4: ACTIVE\n")
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     assert machine_here(sysfs=tmp_path).nic_rate == H100.nic_rate
+
+
+def test_ranks_that_see_one_gpu_each_share_the_nics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"is_available": True, "get_device_name": "NVIDIA B200", "device_count": 1}
+    for name, value in found.items():
+        monkeypatch.setattr(links.torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(links, "fastest_ports", lambda _: {"mlx5_0": 400, "mlx5_1": 400})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert machine_here(sysfs=tmp_path) == replace(MACHINES["B200"], gpus_per_nic=4)
 
 
 def slow_here(team: Team) -> tuple[float | None, float | None, Machine]:
