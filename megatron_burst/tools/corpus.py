@@ -96,7 +96,7 @@ def gather(inputs: Sequence[Path], *, paragraphs: bool = False) -> Corpus:
     Raises:
         ValueError: a file cannot be read, or there is too little text; the message says where.
     """
-    texts, used = [], 0
+    texts, used = list[bytes](), 0
     for text in documents(inputs, paragraphs=paragraphs):
         used += len(text)
         if used > LIMIT and not texts:
