@@ -37,7 +37,7 @@ def latent_ring_attention(
         q: [batch, local tokens, heads, dk], the last dr of a head with rotary embeddings.
         latent: [batch, local tokens, rank], after its norm.
         rotary_key: [batch, local tokens, dr], one for all heads.
-        weight: [heads × (dk - dr + dv), rank], of each head first the rows of k. Its gradient on a
+        weight: [rows of all heads, rank]: of each dk - dr + dv, first those of k. Its gradient on a
             rank is a part; like that of any parameter it is summed over the group.
         context: as for `ring_attention`, as are `mask` and `softmax_scale`.
 

@@ -155,8 +155,7 @@ MLP_LIMITS = with_remedies(
     cuda_graph_impl="chunks were not shown to be right in a graph",
     moe_shared_expert_overlap="shared experts run in parts there, which chunks would not see",
     gtp_weight_remat_size=(
-        "weights are gathered once a forward there, and chunks read them again: drop "
-        "--tensor-parallel-num-weight-shards"
+        "it gathers weights once a forward: drop --tensor-parallel-num-weight-shards"
     ),
     mlp_chunks_for_training=(
         "it holds all chunks until the backward: drop --mlp-chunks-for-training, "

@@ -81,7 +81,7 @@ def test_heads_are_whole_and_come_back(workers: WorkerPool, ranks: int, heads: i
 
 def in_groups_of_two_peers(team: Team, heads: int) -> dict[str, bool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_exchange, "_PEERS_AT_A_TIME", 2)
+        patch.setattr(head_exchange, "MOST_PEERS", 2)
         return exchange_there_and_back(team, heads)
 
 

@@ -183,7 +183,9 @@ def _trained(
         stack = Stack(part, recompute)
         if over is not None:
             config = SimpleNamespace(
-                sequence_parallel=over.spread > 1, tensor_model_parallel_size=over.spread
+                sequence_parallel=over.spread > 1,
+                tensor_model_parallel_size=over.spread,
+                cuda_graph_impl="none",
             )
             groups = SimpleNamespace(tp_cp=over.group, tp=SimpleNamespace(rank=lambda: over.part))
             stage = SimpleNamespace(

@@ -101,8 +101,7 @@ MESSAGES = {
     "llama2_7b 256k": Messages(32, 11 * 31 / 24, 7 * 12 + 8 * 4),
     "qwen3_8b 512k": Messages(8, 8 * 36.7, 7 * 8 * 12 + 32),
     "qwen3_32b 128k": Messages(1, 1, 32),
-    # Two ranks a node: 2 of 3 parts by a NIC of 45 GB/s; two channels to the peer in the node.
-    "qwen3_32b 512k": Messages(4, 45 * 3 / 2, 2 * 12 + 8 * 4 + 32),
+    "qwen3_32b 512k": Messages(2, 720, 32 * 12 + 32),
     "70b 256k": Messages(1, 1, 32),
     "qwen3_30b_a3b 128k": Messages(8, 8 * 36.7, 7 * 8 * 12),
     "qwen3_30b_a3b 64k": Messages(8, 7 * 40, 7 * 8 * 12),
