@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import megatron_burst as burst  # noqa: E402
 from megatron_burst.attention.saved import AttentionMemory  # noqa: E402
-from megatron_burst.plans.choice.planning import make_layout  # noqa: E402
+from megatron_burst.plans.choice.layouts import make_layout  # noqa: E402
 from tests import oracle  # noqa: E402
 from tests.loss import oracle as loss_oracle  # noqa: E402
 from tests.plans.masks import LAYOUTS, Masking  # noqa: E402

@@ -17,8 +17,8 @@ from megatron_burst.kernels import check_kernel_name
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.degree import choose_degree
 from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.choice.machine import H100, Machine
-from megatron_burst.plans.choice.planning import make_layout
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.topology import Grid, choose_grid, flat_grid
 from megatron_burst.plans.visibility.layout import Layout

@@ -12,7 +12,7 @@ from megatron_burst.config import Algorithm, BurstConfig, Refused, Topology, ref
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.plans.choice.head_chunks import check_head_chunks
 from megatron_burst.plans.choice.head_parallel import kv_head_copies
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.block_mask import load_block_mask

@@ -11,7 +11,8 @@ from megatron_burst.config import Algorithm, BurstConfig, LayoutName, Topology
 from megatron_burst.kernels import KERNELS, Kernel, Request
 from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.planning import Choice, choose, make_layout
+from megatron_burst.plans.choice.layouts import make_layout
+from megatron_burst.plans.choice.planning import Choice, choose
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.visibility.mask import Mask

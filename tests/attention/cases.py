@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from megatron_burst.kernels import KERNELS, KernelInput
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.layout import Layout

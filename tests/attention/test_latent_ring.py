@@ -20,8 +20,9 @@ from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.plans.choice import kv_or_latents
 from megatron_burst.plans.choice.cost import LatentShape, Shape
 from megatron_burst.plans.choice.kv_or_latents import latents_pay
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.choice.machine import H100
-from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling

@@ -14,8 +14,9 @@ from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
 from megatron_burst.attention.signature import CallSignature
 from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.choice.machine import H100
-from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.plan import Kind

@@ -10,8 +10,9 @@ from megatron_burst import BurstConfig
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.choice.machine import CPU
-from megatron_burst.plans.choice.planning import Choice, choose, make_layout
+from megatron_burst.plans.choice.planning import Choice, choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.mesh import Mesh
 from megatron_burst.plans.schedules.plan import Item, Kind

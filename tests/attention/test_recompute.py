@@ -16,7 +16,8 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.layouts import make_layout
+from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megatron_burst import BurstConfig, ring_attention
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups, kv_head_copies
-from megatron_burst.plans.choice.planning import choose, make_layout
+from megatron_burst.plans.choice.layouts import make_layout
+from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, choose_grid

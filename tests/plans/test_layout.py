@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.plans.visibility.layout import (
     Layout,

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.choice.head_parallel import head_groups
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.visibility.layout import Layout
 
 

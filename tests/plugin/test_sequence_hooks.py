@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.balance.balanced import balanced
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from tests.plugin.contexts import Context, Copies

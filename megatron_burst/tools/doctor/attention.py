@@ -7,7 +7,7 @@ import torch
 
 from megatron_burst.config import BurstConfig, Refused
 from megatron_burst.kernels import KERNELS, Request, select_kernel
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.doctor.launch_line import Target

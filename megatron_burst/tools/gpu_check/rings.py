@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_burst.attention.kv import ExpandedLatents, expand
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.reference.dense import MARGIN, Expected, Reference, Spread

@@ -9,7 +9,7 @@ from megatron_burst.plans.choice.cost import LatentShape, Shape
 from megatron_burst.plans.choice.degree import degrees
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
 from megatron_burst.plans.choice.head_parallel import exchanged
-from megatron_burst.plans.choice.planning import make_layout
+from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.schedules.topology import Grid, choose_grid
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask

@@ -1,0 +1,58 @@
+"""The time of a pass of more ranks than are put on the clock, by what fewer take."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_burst.plans.choice.cost import Traffic
+from megatron_burst.plans.choice.machine import Machine
+from megatron_burst.plans.choice.timing import PassTime
+from megatron_burst.plans.schedules.plan import Kind
+from megatron_burst.plans.schedules.schedule import Schedule
+
+type _Way = tuple[type[Schedule], Kind]  # by which schedules of two numbers of ranks are the same
+
+
+class _Timed(Protocol):
+    """A schedule that was put on the clock, if it was."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def cost(self) -> Traffic: ...
+    @property
+    def time(self) -> PassTime | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fewer:
+    """What fewer ranks take for a pass, each way of theirs."""
+
+    known: Mapping[_Way, tuple[Traffic, PassTime]]
+    more: float  # times as many are asked for
+    machine: Machine
+
+    @classmethod
+    def of(cls, offers: Iterable[_Timed], more: float, machine: Machine) -> "Fewer":
+        """Return it of what was timed."""
+        known = {(type(x.schedule), x.schedule.sent): (x.cost, x.time) for x in offers if x.time}
+        return cls(known, more, machine)
+
+    def seconds(self, schedule: Schedule, sent: Traffic) -> float:
+        """Return about what it takes of all ranks; infinity if no such way is known.
+
+        Computing grows with the ranks, and messages take what their bytes do. What neither explains
+        of the time of fewer stays: the first message and the last.
+        """
+        if (found := self.known.get((type(schedule), schedule.sent))) is None:
+            return math.inf
+        of_fewer, time = found
+        computing = time.kernels + time.sums
+        rest = time.device - max(computing, self._on_links(of_fewer))
+        device = max(self.more * computing, self._on_links(sent)) + rest
+        return max(device, self.more * time.host)
+
+    def _on_links(self, sent: Traffic) -> float:
+        away = sent.nic * self.machine.gpus_per_nic / self.machine.nic_rate
+        return max(away, (sent.rank - sent.nic) / self.machine.within_rate)
