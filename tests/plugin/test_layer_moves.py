@@ -185,7 +185,6 @@ def _trained(
             config = SimpleNamespace(
                 sequence_parallel=over.spread > 1,
                 tensor_model_parallel_size=over.spread,
-                cuda_graph_impl="none",
             )
             groups = SimpleNamespace(tp_cp=over.group, tp=SimpleNamespace(rank=lambda: over.part))
             stage = SimpleNamespace(
@@ -271,7 +270,7 @@ def test_a_padding_mask_that_experts_would_misread_is_refused() -> None:
     context.group = SimpleNamespace(rank=lambda: 0)
     stage = SimpleNamespace(
         decoder=Stack([], False),
-        config=SimpleNamespace(sequence_parallel=False, cuda_graph_impl="none"),
+        config=SimpleNamespace(sequence_parallel=False),
         pg_collection=None,
         post_process=True,
     )
@@ -293,9 +292,7 @@ def test_ranks_in_another_order_are_refused() -> None:
     context = Context(BurstConfig(), 2, 1)
     context.group = SimpleNamespace(rank=lambda: 1)
     stage = SimpleNamespace(
-        config=SimpleNamespace(
-            sequence_parallel=True, tensor_model_parallel_size=2, cuda_graph_impl="none"
-        ),
+        config=SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2),
         pg_collection=SimpleNamespace(
             tp_cp=SimpleNamespace(rank=lambda: 1), tp=SimpleNamespace(rank=lambda: 0)
         ),

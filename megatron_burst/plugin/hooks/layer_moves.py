@@ -50,7 +50,7 @@ class LayerMoves:
                 "rows move between layers of two layouts in the forward of a layer, which "
                 "Megatron's schedule plans do not call: drop --overlap-moe-expert-parallel-comm"
             )
-        if config.cuda_graph_impl == "transformer_engine":
+        if getattr(config, "cuda_graph_impl", None) == "transformer_engine":
             raise ValueError(
                 "rows move between layers of two layouts in the forward of a layer, which "
                 "--cuda-graph-impl transformer_engine passes by: take local, or drop it"
