@@ -150,7 +150,7 @@ class CompleteOnly:
         @functools.wraps(load)
         def load_newest(load_dir: Any, args: Any, *more: Any, **options: Any) -> Any:
             step = args.ckpt_step
-            if (name := self._unrecorded(load_dir)) is not None:
+            if (name := self._unrecorded(load_dir)) is not None and not step:
                 args.ckpt_step = int(name.removeprefix("iter_"))
             try:
                 return load(load_dir, args, *more, **options)

@@ -148,6 +148,8 @@ class PinnedBuffers:
             small = [n for n in self._free if size / 2 <= n < size and not self._taken[n]]
             for n in small:
                 del self._free[n]
+            if small:  # torch keeps what is freed, by powers of two
+                torch._C._host_emptyCache()
             count = slab_count(size, self._taken[size])
             slab = torch.empty(size * count, dtype=torch.uint8, pin_memory=True)
             self._free[size] += slab.split(size)
@@ -174,13 +176,13 @@ def pinned_bytes(nbytes: float, count: int) -> int:
 def slab_count(size: int, there: int) -> int:
     """Return of how many buffers a slab is made: few that leave little of a power of two unused.
 
-    And, of at most 16, no more than one beside those that are there.
+    And, of at most 16, no more than half of those that are there and one.
     """
 
     def used(count: int) -> float:
         return count * size / 2 ** math.ceil(math.log2(count * size))
 
-    counts = range(1, min(there + 1, _MOST) + 1)
+    counts = range(1, min(there // 2 + 1, _MOST) + 1)
     return next((n for n in counts if used(n) >= _LEAST_USED), max(counts, key=used))
 
 

@@ -463,6 +463,10 @@ def test_a_job_that_waits_leaves_what_says_how_another_was_started(machine: Mach
         (machine.folder / "out" / name).write_text("of the other")
     machine.run("launch.slurm", "--nodes", "2", "--output", "out")
     assert machine.text("out/command.txt") == machine.text("out/status") == "of the other"
+    machine.run("launch.slurm", "--output", "out", **JOB, BURST_COMMAND="the second")
+    assert (machine.text("out/command.txt"), machine.text("out/status")) == ("the second\n", "0\n")
+    machine.run("launch.slurm", "--output", "out", "--run", "toy", **JOB)
+    assert machine.text("out/command.txt").startswith("megatron-burst launch slurm --output out")
 
 
 def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> None:

@@ -9,7 +9,7 @@ import pytest
 from megatron_burst.config import BurstConfig, LayoutName, Topology
 from megatron_burst.plans.choice import planning, timing
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.machine import H100
+from megatron_burst.plans.choice.machine import H100, MACHINES
 from megatron_burst.plans.schedules import work
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.mesh import Mesh
@@ -105,6 +105,23 @@ def test_more_ranks_than_are_timed_take_what_is_nearly_the_fastest(
     assert taken.forward[0].time is None, "not timed"
     for found, best in zip(taken.times(links), timed.times(links), strict=True):
         assert found.seconds <= near * best.seconds  # 1.003 of 1024 as of 256
+
+
+def test_what_messages_take_from_computing_grows_with_their_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On A100 a ring of 384 ranks sends more beside its tiles than a mesh: a tenth of its time."""
+    nodes = [n // 8 for n in range(384)]
+    shape = Shape(2048, 32, 32, 128, 128, 2, 4, sends_raw=True)
+    links = timing.Links.of(nodes, shape, MACHINES["A100"], 1)
+    grid, _ = choose_grid(Topology.DOUBLE, nodes)
+    given = BurstConfig(), Tiling(zigzag(384 * 2048, 384), Mask.causal()), grid, shape, nodes
+    taken = planning.choose(*given, links=links)
+    monkeypatch.setattr(planning, "TIMED", 384)
+    best = planning.choose(*given, links=links)
+    assert best.forward[0].time and not taken.forward[0].time
+    for found, least in zip(taken.times(links), best.times(links), strict=True):
+        assert found.seconds <= 1.02 * least.seconds
 
 
 def test_of_ranks_that_are_not_timed_as_many_are_as_make_a_mesh(

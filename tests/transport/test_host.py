@@ -132,15 +132,19 @@ def _host_alone() -> "pytest.MonkeyPatch":
     ],
 )
 def test_slabs_leave_little_unused(size: int, count: int) -> None:
-    assert slab_count(size, 15) == count
-    assert slab_count(size, 0) == 1 and slab_count(size, 2) <= 3, "no more than are used already"
-    assert pinned_bytes(size, 4) <= 4 * 2 ** (size - 1).bit_length(), "as one by one at most"
-    assert pinned_bytes(size, 32) < 1.7 * 32 * size, "twice as much one by one, of some"
+    assert slab_count(size, 30) == count
+    assert slab_count(size, 0) == 1 and slab_count(size, 4) <= 3, "few where few are used"
+    one = 2 ** (size - 1).bit_length()
+    for number in range(1, 65):
+        assert pinned_bytes(size, number) <= 1.42 * number * one, "hardly more than one by one"
+    assert pinned_bytes(size, 32) <= 1.4 * 32 * size, "twice as much one by one, of some"
+    assert pinned_bytes(size, 4) <= 4 * one
 
 
-def test_sizes_that_change_take_no_more_than_the_largest() -> None:
+def test_sizes_that_change_take_no_more_than_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a size that does not change, of two tensors a layer, four layers of a micro-batch."""
-    sizes, most, same = random.Random(0), 0, 9 * 2**20
+    sizes, most, same, emptied = random.Random(0), 0, 9 * 2**20, []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(len(buffers._free)))
     with _host_alone():
         buffers = PinnedBuffers()
         for _ in range(100):
@@ -152,6 +156,7 @@ def test_sizes_that_change_take_no_more_than_the_largest() -> None:
             buffers.give(taken)
             there = sum(len(x) for free in buffers._free.values() for x in free)
             assert there <= 2 * (pinned_bytes(most, 4) + pinned_bytes(same, 4))
+    assert 1 < len(emptied) < 20, "for torch keeps what is freed"
 
 
 def test_buffers_are_cut_from_slabs() -> None:
@@ -160,4 +165,4 @@ def test_buffers_are_cut_from_slabs() -> None:
         taken = [buffers.take(5 * 2**20 - 3) for _ in range(6)]
         assert len(buffers.take(0)) == 256  # of what is kept of no rows
     assert {len(one) for one in taken} == {5 * 2**20}
-    assert len({one.untyped_storage().data_ptr() for one in taken}) == 4  # of 1, 1, 3 and 3
+    assert len({one.untyped_storage().data_ptr() for one in taken}) == 5  # four of one, and of 3

@@ -42,16 +42,19 @@ class Fewer:
     def seconds(self, schedule: Schedule, sent: Traffic) -> float:
         """Return about what it takes of all ranks; infinity if no such way is known.
 
-        Computing grows with the ranks, and messages take what their bytes do. What neither explains
-        of the time of fewer stays: the first message and the last.
+        Computing grows with the ranks, and messages take what their bytes do, of computing as well
+        if they slow it. What this does not explain of fewer's time stays: the first and the last.
         """
         if (found := self.known.get((type(schedule), schedule.sent))) is None:
             return math.inf
         of_fewer, time = found
-        computing = time.kernels + time.sums
-        rest = time.device - max(computing, self._on_links(of_fewer))
-        device = max(self.more * computing, self._on_links(sent)) + rest
+        computing, links = time.kernels + time.sums, self._on_links(of_fewer)
+        rest = time.device - self._together(computing, links)
+        device = self._together(self.more * computing, self._on_links(sent)) + rest
         return max(device, self.more * time.host)
+
+    def _together(self, computing: float, links: float) -> float:
+        return max(computing + self.machine.contention * links, links)
 
     def _on_links(self, sent: Traffic) -> float:
         away = sent.nic * self.machine.gpus_per_nic / self.machine.nic_rate

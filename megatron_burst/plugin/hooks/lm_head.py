@@ -269,6 +269,7 @@ class ChunkedLoss:
         assert logits.labels is not None
         weights = self._weights(logits.labels)
         temperature = self._temperature if logits.labels is self._labels else None
+        counts = self._counts and logits.labels is not self._labels  # of MTP's heads alone
         call = Call(
             ignore_index=IGNORED,
             logit_scale=logits.scale / (temperature or 1.0),
@@ -281,7 +282,7 @@ class ChunkedLoss:
             keeper=self._keeper,
             weight_sum=functools.partial(weight_sum, kernel=self._kernel),
             on_chunking=functools.partial(self._say_chunking, logits.weight),
-            on_best=(lambda *best: logits.best.append(best)) if self._counts else None,
+            on_best=(lambda *best: logits.best.append(best)) if counts else None,
         )
         made = apply(hidden, logits.weight, logits.labels.t(), call)
         if temperature is not None:

@@ -104,6 +104,11 @@ def mounts(output: Path) -> list[str]:
     return [f"{path}:{path}" for path in sorted(needed)] + list(filter(None, own.split(",")))
 
 
+def command_line(args: argparse.Namespace) -> str:
+    """Return how the run was started."""
+    return shlex.join(["megatron-burst", "launch", *args.command])
+
+
 def prepare_output(args: argparse.Namespace, default: str = "", *, runs: bool = True) -> Path:
     """Return the directory of the run; make it, unless nothing shall be run, with the command.
 
@@ -117,7 +122,5 @@ def prepare_output(args: argparse.Namespace, default: str = "", *, runs: bool = 
         if runs:
             lock.hold(output, say=say)
             (output / "status").unlink(missing_ok=True)
-        words, file = ["megatron-burst", "launch", *args.command], output / "command.txt"
-        if runs or not file.exists():  # a job that runs there has its own
-            file.write_text(f"{shlex.join(words)}\n")
+            (output / "command.txt").write_text(f"{command_line(args)}\n")
     return output

@@ -1,5 +1,6 @@
 """How far a model's sequence goes on given GPUs, one saving of memory after the other."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_burst.tools.plan.workload import Workload
 _STEP = 2**16  # tokens that a longest sequence is a multiple of, or more where ranks are odd
 _MOST = 2**10  # of them
 _TENSOR = (1, 2, 4, 8)
+_CONTEXT = "context-parallel-size"
 
 
 _COLUMNS: terminal.Columns = {
@@ -33,7 +35,7 @@ class Rung:
 
     name: str
     flags: Flags
-    load: Workload  # with the tokens that were asked for
+    load: Workload  # with the tokens that were asked for, or the next that all ranks divide
     longest: int  # tokens; 0: not even the shortest that is tried
 
     @property
@@ -64,7 +66,8 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
         ways, reason = [], ""
         for sizes in _sizes(given, gpus):
             wanted = {**flags, **sizes}
-            wanted = sized(wanted, _rounded(whole(wanted, "seq-length"), gpus))
+            if (tokens := whole(wanted, "seq-length")) % math.lcm(2 * sizes[_CONTEXT], gpus):
+                wanted = sized(wanted, _rounded(tokens, gpus))
             try:
                 load = workload_of(wanted, cluster, gpus)
             except ValueError as error:
@@ -86,7 +89,7 @@ def _sizes(given: Flags, gpus: int) -> Iterator[dict[str, Any]]:
             yield {
                 name: tensor,
                 **({"sequence-parallel": True} if tensor > 1 else {}),
-                "context-parallel-size": gpus // tensor,
+                _CONTEXT: gpus // tensor,
                 "global-batch-size": 1,
             }
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
@@ -10,6 +11,7 @@ from megatron_burst.tools.plan.states import HOSTED_BYTES, gathered, states
 from megatron_burst.tools.plan.working_set import gathered as of_all_ranks
 from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Ring, Workload
+from megatron_burst.transport.host import pinned_bytes
 
 GIB = 2**30
 _USABLE = 0.92  # of the device: the rest is CUDA's, other NCCL groups' and the allocator's gaps
@@ -54,12 +56,12 @@ def least(load: Workload) -> int:
 
 
 def host_bytes(load: Workload) -> int:
-    """Return what the GPUs of one host have in its memory: inputs of layers, results, optimizer."""
+    """Return what the GPUs of one host have in its memory: inputs of layers, results, optimizer.
+
+    Of inputs and results the slabs that `HostMemory` pins.
+    """
     stages = {0, load.pipeline - 1}
-    most = max(
-        states(load, stage).hosted + hosted_activations(load) * _in_flight(load, stage)
-        for stage in stages
-    )
+    most = max(states(load, stage).hosted + _pinned(load, stage) for stage in stages)
     return int(most * load.ranks_per_host)
 
 
@@ -115,6 +117,20 @@ def hosted_activations(load: Workload) -> float:
         a_row = load.heads[0] * (model.value_head_dim * load.element_bytes + 4)
         stored += (1 - fraction) * model.layers * tokens * a_row
     return stored / load.pipeline
+
+
+def _pinned(load: Workload, stage: int) -> int:
+    waiting, found = _in_flight(load, stage), 0
+    if inputs := hosted_inputs(load):
+        size = load.local_tokens * load.element_bytes * load.model.hidden
+        size //= load.tensor if load.sequence_parallel else 1
+        found += pinned_bytes(size, ceil(waiting * inputs / size))
+    if rows := (hosted_activations(load) - inputs) * load.pipeline / load.model.layers:
+        wide = load.model.value_head_dim * load.element_bytes
+        count = ceil(waiting * load.model.layers / load.pipeline)
+        parts = (rows * part / (wide + 4) for part in (wide, 4))
+        found += sum(pinned_bytes(part, count) for part in parts)
+    return found
 
 
 def hosted_parameters(load: Workload) -> float:

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -44,6 +44,8 @@ class Candidate:
     memory: memory.Memory
     twins: tuple[str, ...] = ()
     """Names of other flags of which the same is predicted."""
+    left_out: Flags = field(default_factory=dict)
+    """What is given and this way, a baseline, cannot have."""
 
     @property
     def fits(self) -> bool:
@@ -152,8 +154,10 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
         fractions = ()
 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
-        wanted = {**_beside(flags, way), **recomputing(fraction)}
-        return candidate(wanted, workload_of(wanted, cluster, gpus))
+        wanted = {**beside(flags, way), **recomputing(fraction)}
+        left_out = {name: flags[name] for name in flags.keys() - wanted.keys()}
+        found = candidate(wanted, workload_of(wanted, cluster, gpus))
+        return replace(found, left_out=left_out)
 
     def possible(way: Flags) -> Iterator[Candidate]:
         try:
@@ -221,11 +225,11 @@ def at_its_sizes(found: Candidate, way: Flags) -> Candidate:
     Raises:
         ValueError: these ranks cannot have it.
     """
-    flags = _beside(unchosen(found.flags), way)
+    flags = beside({**unchosen(found.flags), **found.left_out}, way)
     return candidate(flags, workload_of(flags, found.load.cluster, found.load.gpus))
 
 
-def _beside(flags: Flags, way: Flags) -> dict[str, Any]:
+def beside(flags: Flags, way: Flags) -> dict[str, Any]:
     """Return the flags of a way beside others, of which a baseline takes none that are burst's."""
     is_burst = way.get("context-parallel-algo") == Algorithm.BURST
     kept = {name: value for name, value in flags.items() if is_burst or name not in _OF_BURST}

@@ -17,6 +17,7 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import (
     Candidate,
     as_usual,
+    beside,
     candidate,
     each_once,
     in_order,
@@ -144,7 +145,7 @@ def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
         try:
             alone = workload_of({**flags, **sizes, **fastest}, cluster, gpus)
             for schedule in _schedules(alone):
-                wanted = {**flags, **sizes, **schedule}
+                wanted = beside({**flags, **sizes}, schedule)
                 load = workload_of({**wanted, **fastest}, cluster, gpus)
                 _ = load.ring.layout  # whether the tokens divide
                 found.append(_Way(_bound(load), wanted, load))
