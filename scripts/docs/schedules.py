@@ -16,7 +16,7 @@ from plot import save
 from rows import attention_alone
 
 from megatron_burst.config import Backward, BurstConfig, Topology
-from megatron_burst.plans.choice.planning import FEWER, TIMED
+from megatron_burst.plans.choice.planning import TIMED
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.workload import Workload
@@ -103,7 +103,7 @@ def parts(found: Sequence[Row]) -> dict[str, str]:
     usual, of_large = slower(each for each in found if each not in large), slower(large)
     words = (
         f"Milliseconds of {SHOWN_TOKENS} tokens a rank. With up to {TIMED} GPUs `auto` is at most "
-        f"{usual} slower than the best forced setting, with {GPUS[-1]}, reckoned from {FEWER}, "
+        f"{usual} slower than the best forced setting, with {GPUS[-1]}, reckoned from a quarter, "
         f"{of_large}."
     )
     return {"table": f"{words}\n\n{cells}"}

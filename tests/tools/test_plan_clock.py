@@ -100,7 +100,6 @@ def test_more_ranks_than_are_timed_take_what_is_nearly_the_fastest(
     given = BurstConfig(), Tiling(zigzag(64 * 4096, 64), Mask.causal()), grid, shape, nodes
     timed = planning.choose(*given, links=links)
     monkeypatch.setattr(planning, "TIMED", 32)
-    monkeypatch.setattr(planning, "FEWER", 32)
     taken = planning.choose(*given, links=links)
     assert taken.forward[0].time is None, "not timed"
     for found, best in zip(taken.times(links), timed.times(links), strict=True):
@@ -129,10 +128,9 @@ def test_of_ranks_that_are_not_timed_as_many_are_as_make_a_mesh(
 ) -> None:
     """As many of these nodes as would fit have none: one, two or three."""
     shape, monkeypatched = Shape(64, 4, 4, 16, 16, 2, 4), monkeypatch.setattr
-    for on_a_node, timed in ((4, 4), (2, 4), (2, 6)):
-        nodes = [n // on_a_node for n in range(6 * on_a_node)]
+    for number, on_a_node, timed in ((6, 4, 4), (6, 2, 4), (6, 2, 6), (12, 1, 4), (44, 1, 43)):
+        nodes = [n // on_a_node for n in range(number * on_a_node)]
         monkeypatched(planning, "TIMED", timed)
-        monkeypatched(planning, "FEWER", timed)
         links = timing.Links.of(nodes, shape, H100, 1)
         config = BurstConfig(topology=Topology.MESH)
         grid, _ = choose_grid(config.topology, nodes)
@@ -149,7 +147,6 @@ def test_more_ranks_than_are_timed_may_have_an_odd_number_of_tokens(
     grid, _ = choose_grid(Topology.DOUBLE, nodes)
     tiling = Tiling(contiguous(8 * 5, 8), Mask.causal())
     monkeypatch.setattr(planning, "TIMED", 4)
-    monkeypatch.setattr(planning, "FEWER", 4)
     config = BurstConfig(layout=LayoutName.CONTIGUOUS)
     assert planning.choose(config, tiling, grid, shape, nodes, links=links).forward
 

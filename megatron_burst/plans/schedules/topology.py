@@ -6,7 +6,7 @@ torch.distributed, and equal placements give equal grids.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_burst.config import Topology
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grid:
     """Rows of ranks, a row a node, all of one length: M nodes of L ranks.
 
@@ -41,7 +41,12 @@ class Grid:
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Return the (node, local) of a rank."""
-        return next((n, row.index(rank)) for n, row in enumerate(self.rows) if rank in row)
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        rows = enumerate(self.rows)
+        return {rank: (node, local) for node, row in rows for local, rank in enumerate(row)}
 
     def at(self, node: int, local: int) -> int:
         """Return the rank at (node, local), both cyclic."""
