@@ -155,7 +155,7 @@ def test_sizes_that_change_take_no_more_than_the_largest(monkeypatch: pytest.Mon
             assert len({x.data_ptr() for x in taken}) == 8
             buffers.give(taken)
             there = sum(len(x) for free in buffers._free.values() for x in free)
-            assert there <= 2 * (pinned_bytes(most, 4) + pinned_bytes(same, 4))
+            assert there <= 1.2 * (pinned_bytes(most, 4) + pinned_bytes(same, 4))
     assert 1 < len(emptied) < 20, "for torch keeps what is freed"
 
 
