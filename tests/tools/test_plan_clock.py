@@ -8,7 +8,8 @@ import pytest
 
 from megatron_burst.config import BurstConfig, LayoutName, Topology
 from megatron_burst.plans.choice import planning, timing
-from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.cost import Shape, Traffic
+from megatron_burst.plans.choice.fewer import Fewer
 from megatron_burst.plans.choice.machine import H100, MACHINES
 from megatron_burst.plans.schedules import work
 from megatron_burst.plans.schedules.direct import Direct
@@ -121,6 +122,19 @@ def test_what_messages_take_from_computing_grows_with_their_bytes(
     assert best.forward[0].time and not taken.forward[0].time
     for found, least in zip(taken.times(links), best.times(links), strict=True):
         assert found.seconds <= 1.02 * least.seconds
+
+
+def test_the_time_of_more_ranks_grows_with_what_bounds_it_and_keeps_the_rest() -> None:
+    machine = replace(H100, nic_rate=1.0, within_rate=1.0, gpus_per_nic=2)
+    ring = Ring(Tiling(zigzag(32, 4), Mask.causal()), flat_grid(4))
+    few = Traffic(rank=2, nic=2), timing.PassTime(device=7.0, host=1.0, kernels=5.0, sums=1.0)
+    fewer = Fewer({(Ring, Kind.KV): few}, 3.0, machine)
+    assert fewer.seconds(ring, Traffic(rank=6, nic=6)) == 3 * 6 + 1, "computing: 1 is the first's"
+    assert fewer.seconds(ring, Traffic(rank=20, nic=20)) == 2 * 20 + 1, "a NIC that two share"
+    assert fewer.seconds(ring, Traffic(rank=50, nic=0)) == 50 + 1
+    slower = replace(fewer, machine=replace(machine, contention=0.25))
+    assert slower.seconds(ring, Traffic(rank=6, nic=6)) == 3 * 6 + 0.25 * 12
+    assert fewer.seconds(replace(ring, sent=Kind.QUERY), Traffic(6, 6)) == float("inf")
 
 
 def test_of_ranks_that_are_not_timed_as_many_are_as_make_a_mesh(
