@@ -47,6 +47,7 @@ CASES = {
     "CP 2, M and G": (STATES, 2, CP2),
     "CP 4, M and G": (STATES, 4, CP4),
     "CP 2, MTP": ("--mtp-num-layers 1", 2, CP2),
+    "CP 2, MTP, chunked loss": ("--mtp-num-layers 1", 2, f"{CP2} --lm-head-loss chunked"),
 }
 
 
