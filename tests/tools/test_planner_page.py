@@ -33,7 +33,7 @@ BEYOND = {
     *(f"magi/b200/causal/{gpus}/allgather/backward" for gpus in (8, 16, 32, 64)),
     *(
         "magi/b200/causal/64/ulysses/forward",
-        *("alst/32b/both", "alst/70b/both"),
+        "alst/70b/both",
         *(f"bridge/{row}" for row in ("h100/30b_a3b", "h100/235b_a22b", "b200/30b_a3b")),
         "bridge/gb200/235b_a22b",
     ),
