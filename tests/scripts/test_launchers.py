@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -260,16 +261,22 @@ def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machi
     (machine.folder / "env.sh").write_text(
         ': "${NCCL_DEBUG:=INFO}" "${GLOO_SOCKET_IFNAME:=mine}" "${BURST_RANKS_PER_NODE:=6}"\n'
     )
-    with (machine.folder / "env.sh").open("a") as file:
-        file.write("echo modules are loaded\n")
     machine.run("launch_local.sh", "--output", "out", GLOO_SOCKET_IFNAME="theirs")
     variables = machine.variables()
-    assert not [name for name in variables if "modules" in name]
     assert variables["NCCL_DEBUG"] == "INFO" and variables["GLOO_SOCKET_IFNAME"] == "theirs"
     assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert machine.arguments()[4] == "2"
     machine.run("launch_local.sh", "--output", "out", "--ranks-per-node", "3")
     assert machine.arguments()[4] == "3"
+
+
+def test_an_env_file_that_prints_changes_no_variable(machine: Machine) -> None:
+    (machine.folder / "env.sh").write_text("echo modules are loaded\nNEW=1\n")
+    with mock.patch.dict(os.environ, machine.environment):
+        before = {*os.environ}
+        site.load_env()
+        assert {*os.environ} - before <= {"NEW", "PYTHONPATH", "SHLVL", "_", "PWD", "OLDPWD"}
+        assert os.environ["NEW"] == "1"
 
 
 def test_what_megatron_refuses_beside_other_flags_is_not_set(machine: Machine) -> None:

@@ -48,7 +48,7 @@ class Machine:
         return rate * (head_dim / (head_dim + least)) / (_HEAD_DIM / (_HEAD_DIM + least))
 
     def shared_by(self, ranks: int) -> "Machine":
-        """Return it as one of so many GPUs in a row sees it that send to other nodes together."""
+        """Return what one of so many neighbouring GPUs has of it, if all use their NICs at once."""
         at_once = min(ranks, self.gpus_per_nic)
         fewer = max(1, self.gpus_per_nic // ranks)
         return replace(self, nic_rate=self.nic_rate / at_once, gpus_per_nic=fewer)

@@ -22,9 +22,7 @@ from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, by_node, choose_grid
-from megatron_burst.plans.visibility.layout import (
-    zigzag,
-)
+from megatron_burst.plans.visibility.layout import zigzag
 
 TIMED = 256  # ranks of a ring that are put on the clock, which takes their square, or about
 _NEAR = 1.005  # of the fastest's time; up to it a mesh comes last, and fewer bytes first
