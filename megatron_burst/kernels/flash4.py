@@ -12,7 +12,7 @@ from megatron_burst.kernels.packed import InSequences, flash_settings
 from megatron_burst.kernels.protocol import Gradients, KernelInput, Request
 from megatron_burst.kernels.requirements import DeclaredKernel
 
-PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b27", "4.1")
+PACKAGE = Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b34", "4.1")
 _MLA = (192, 128)
 
 
@@ -30,11 +30,17 @@ class Flash4Kernel(InSequences, DeclaredKernel):
         if k != v and sizes != _MLA:
             yield f"head sizes of K and V differ ({k} and {v}), and are not {_MLA[0]} and {_MLA[1]}"
         if _is_hopper(request.device):
+            if k != v and request.query_heads != request.kv_heads:
+                yield "its backward of grouped heads has one head size on this GPU"
             return
         if max(sizes) > 128 and sizes not in (_MLA, (256, 256)):
             yield f"head sizes {k} and {v} are not up to 128 on this GPU"
-        if sizes == (256, 256) and request.soft_cap is not None:
-            yield "it has no soft cap for head size 256 on this GPU"
+        for is_asked, what in (
+            (request.soft_cap is not None, "soft cap"),
+            (request.is_banded, "backward with windows"),
+        ):
+            if sizes == (256, 256) and is_asked:
+                yield f"it has no {what} for head size 256 on this GPU"
 
     def _forward(self, tile: KernelInput) -> tuple[Tensor, Tensor]:
         out, lse, *_ = PACKAGE.functions()._flash_attn_fwd(

@@ -55,6 +55,6 @@ def installed_version(distribution: str) -> str | None:
 def _import_error(module: str) -> str | None:
     try:
         importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # whatever it is, other kernels serve
         return str(error) or type(error).__name__
     return None

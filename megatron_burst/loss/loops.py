@@ -199,8 +199,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         (loss, *others), ctx.kept = head.forward(tokens, rows, weights, ctx.needs_input_grad)
         if ctx.kept is not None:
             head.call.keeper.keep(ctx.kept)
-        ctx.save_for_backward(hidden, weight, targets, *others)
-        return tuple(x.view(targets.shape) for x in (loss, *others[1:]))
+        # Copies, not views of one tensor: what is returned may be changed in place.
+        ctx.save_for_backward(hidden, weight, targets, *(x.clone() for x in others))
+        return tuple(x.view(targets.shape).clone() for x in (loss, *others[1:]))
 
     @staticmethod
     @once_differentiable

@@ -137,7 +137,10 @@ def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
         "documents": ({"documents": bounds}, {"cu_seqlens": torch.tensor(bounds)}),
         "blocks": ({"block_table": table}, {"blocks": table, "tokens_per_sample": tokens}),
     }
-    ours, reference = settings.get(name, ({}, {}))
+    ours, reference = dict[str, Any](), dict[str, Any]()
+    for ours_too, reference_too in (settings.get(each, ({}, {})) for each in name.split("+")):
+        ours |= ours_too
+        reference |= reference_too
     make = Mask.full if name == "full" else Mask.causal
     return make(**ours), Visibility(causal=name != "full", **reference)
 

@@ -2,8 +2,7 @@
 
 A signature is written as a string of names, "=" before a default. They are those of flash-attn
 2.7.0 to 2.8.3.post1 (flash_attn/flash_attn_interface.py), flash_attn_3 3.0.0
-(hopper/flash_attn_interface.py) and flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py; 4.0.0b27
-lacks the last name).
+(hopper/flash_attn_interface.py) and flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py).
 """
 
 import ast

@@ -1,5 +1,6 @@
 """The adapters of flash-attn's packages, with stand-ins for the packages. (fast tier)"""
 
+import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
@@ -186,7 +187,7 @@ OTHERS = {n: v for n, v in VERSIONS.items() if n != "flash4"}
         (HOPPER, {}, {"is_banded": True}, "aten_flash"),
         (HOPPER, OTHERS, {"soft_cap": 30.0}, "flash3"),
         (HOPPER, VERSIONS, {"head_dim": 192}, "flash3"),  # MLA's 192 and 128 as they are
-        (HOPPER, {"flash4": "4.0.0b36"}, {"head_dim": 192}, "flash4"),
+        (HOPPER, {"flash4": "4.0.0b36"}, {"head_dim": 192, "kv_heads": 8}, "flash4"),
         # cuDNN needs no padding, the others of its class do.
         (HOPPER, VERSIONS, {"head_dim": 96}, "cudnn"),
         (HOPPER, VERSIONS, {"head_dim": 96, "is_banded": True}, "flash3 with heads padded to 128"),
@@ -304,6 +305,13 @@ def test_a_kernel_is_chosen_once_a_shape_and_anew_in_deterministic_mode(monkeypa
             {"head_dim": 256, "value_head_dim": 256, "soft_cap": 1.0},
             "no soft cap for head size 256",
         ),
+        (
+            "flash4",
+            BLACKWELL,
+            {"head_dim": 256, "value_head_dim": 256, "is_banded": True},
+            "no backward with windows for head size 256",
+        ),
+        ("flash4", HOPPER, {"head_dim": 192}, "of grouped heads has one head size on this GPU"),
         ("cudnn", HOPPER, {"soft_cap": 1.0}, "it has no soft cap"),
         ("aten_flash", HOPPER, {"soft_cap": 1.0}, "it has no soft cap"),
     ],
@@ -337,6 +345,18 @@ def test_a_package_that_cannot_be_imported_says_why(machine, monkeypatch) -> Non
     (found,) = KERNELS["flash3"].reasons_against(gpu_request())
     assert found.startswith("flash_attn_3 cannot be imported: import of flash_attn_interface")
     assert select_kernel("auto", gpu_request()).name == "flash4"
+
+
+def test_a_package_that_breaks_on_import_does_not_stop_auto(machine, monkeypatch) -> None:
+    machine(HOPPER, VERSIONS)
+
+    def breaks(_: str) -> None:
+        raise TypeError("unexpected keyword 'loc'")  # as of packages that do not fit together
+
+    monkeypatch.setattr(importlib, "import_module", breaks)
+    (found,) = KERNELS["flash3"].reasons_against(gpu_request())
+    assert found.endswith("cannot be imported: unexpected keyword 'loc'")
+    assert select_kernel("auto", gpu_request()).name == "cudnn"
 
 
 def test_a_flash_attn_3_with_the_largest_heads_is_not_deterministic(machine) -> None:

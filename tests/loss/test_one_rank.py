@@ -130,3 +130,17 @@ def test_the_same_call_gives_the_same_bits() -> None:
     case = make_case((64,), 500, 32)
     first, second = (ours(case, chunk_size=10) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_losses_may_be_changed_in_place_as_torchs(entropy: bool) -> None:
+    case = make_case()
+    weight = case.weight.clone().requires_grad_()
+    found = linear_cross_entropy(case.hidden, weight, case.targets, entropy=entropy)
+    loss = found[0] if entropy else found
+    total = loss.sum()
+    loss.detach().div_(2)  # what is logged
+    loss *= case.grad
+    total.backward()
+    expected = ours(case, torch.ones_like(case.grad)).d_weight
+    assert weight.grad is not None and relative_error(weight.grad, expected) < TOLERANCE

@@ -1,5 +1,6 @@
 """Which tiles share a kernel call: every pair once, no row twice, few calls. (fast tier)"""
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from megatron_burst.plans.schedules.tiles import Tiling, half_and_quarters
 from megatron_burst.plans.schedules.topology import flat_grid
 from megatron_burst.plans.visibility import cells
 from megatron_burst.plans.visibility.band import Band
-from megatron_burst.plans.visibility.cells import Cells
+from megatron_burst.plans.visibility.cells import Cell, Cells
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.plans.visibility.layout import segmented_zigzag, zigzag, zigzag_of_each
 from megatron_burst.plans.visibility.mask import Mask
@@ -40,10 +41,14 @@ def computed(calls: Iterable[TileBatch], tokens: int) -> Tensor:
         for of_side in (queries, keys):
             assert len(of_side.unique()) == len(of_side), "a row is written twice"
         q = k = 0
+        longest = max(width for _, width in call.lengths)
         for height, width in call.lengths:
             seen = call.band.visible if len(call.lengths) == 1 else partial(from_corner, call.band)
             some = queries[q : q + height, None], keys[k : k + width]
-            count[some] += torch.as_tensor(seen(height, width))
+            pairs = torch.as_tensor(seen(height, width))
+            window = call.band.window(height, width) if len(call.lengths) == 1 else call.band
+            assert torch.equal(by_flash_2(window, height, width, longest), pairs), "hides pairs"
+            count[some] += pairs
             q, k = q + height, k + width
         assert (q, k) == (len(queries), len(keys))
     return count
@@ -54,6 +59,15 @@ def from_corner(band: Band, queries: int, keys: int) -> Tensor:
     distance = torch.arange(keys) - keys - (torch.arange(queries)[:, None] - queries)
     left, right = (10**6 if side is None else side for side in (band.left, band.right))
     return (distance >= -left) & (distance <= right)
+
+
+def by_flash_2(window: Band | tuple[int | None, int | None], queries: int, keys: int, longest: int):
+    """Such a window as FlashAttention-2 has it: no limit, beside one, is as far as keys go."""
+    sides = (window.left, window.right) if isinstance(window, Band) else window
+    sides = [None if side is None or side >= longest else side for side in sides]
+    if sides != [None, None]:
+        sides = [longest if side is None else side for side in sides]
+    return from_corner(Band(*sides), queries, keys)
 
 
 def by_tiles(tiles: Iterable[Tile], tokens: int) -> Tensor:
@@ -87,6 +101,33 @@ def test_the_calls_compute_the_tiles(
         for some in steps:
             expected = by_tiles(tiles_of(some), 4 * chunk)
             assert torch.equal(computed(batches_of([some]), 4 * chunk), expected)
+
+
+@pytest.mark.parametrize("ends", [(30, 60, 125, 180), (86,), (81,)], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_flash_2_hides_nothing_of_documents_that_begin_within_a_window_of_a_border(
+    ends: tuple[int, ...], is_causal: bool
+) -> None:
+    tokens, make = 64, Mask.causal if is_causal else Mask.full
+    tiling = Tiling(zigzag(4 * tokens, 4), make(window=20, documents=(0, *ends, 256)))
+    for query_owner, key_owner in itertools.product(range(4), repeat=2):
+        tiles = tiling(query_owner, key_owner)
+        made = computed(batches_of([tiles]), tokens)
+        assert torch.equal(made, by_tiles(tiles_of(tiles), tokens))
+
+
+@examples(300)
+@given(
+    queries=st.integers(1, 40), keys=st.integers(1, 12), sides=st.tuples(*[st.integers(0, 40)] * 2)
+)
+def test_flash_2_hides_nothing_of_a_tall_tile(
+    queries: int, keys: int, sides: tuple[int, int]
+) -> None:
+    of_band = Band(*sides).cut(Interval(0, queries), Interval(0, keys))
+    assert of_band is not None, "the first query sees the first key"
+    q, k, band = of_band
+    tiles = Tiles(*(0, 0), Cells.of([Cell(q, k, band)]))
+    assert torch.equal(computed(batches_of([tiles]), 40), by_tiles(tiles_of(tiles), 40))
 
 
 def in_two(tiles: Tiles) -> tuple[Tiles, Tiles]:

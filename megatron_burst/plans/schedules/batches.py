@@ -6,12 +6,13 @@ Documents and sparse block masks make hundreds of small tiles, and each call cos
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_burst.plans.schedules.plan import Tiles
-from megatron_burst.plans.visibility.band import FAR, Band, Ints
+from megatron_burst.plans.visibility.band import FAR, Band, Ints, least_tiles
 from megatron_burst.plans.visibility.cells import Cells
 from megatron_burst.plans.visibility.interval import Interval, union_of
 
@@ -67,7 +68,7 @@ def _calls(tiles: Tiles) -> list[TileBatch]:
 
     What comes of the first stays as it is where it is all that there is of a block.
     """
-    cells = tiles.slices
+    cells = _none_too_tall(tiles.slices)
     if len(cells) <= _FEW:
         return [
             TileBatch(tiles, band, (queries,), (keys,), ((queries.length, keys.length),))
@@ -75,6 +76,28 @@ def _calls(tiles: Tiles) -> list[TileBatch]:
         ]
     calls = [call for alike in _by_band(cells) for call in _of_band(tiles, *alike)]
     return sorted(calls, key=lambda call: -_rows(call.queries))
+
+
+def _none_too_tall(cells: Cells) -> Cells:
+    """Cut cells in which FlashAttention-2 would hide pairs (flash-attention 895).
+
+    Where a window has a limit, it has the number of keys for none: query i sees no key after
+    i + 2 · keys - queries. A part of them sees all keys; those before it the first keys but not the
+    last, those after it the last ones but not the first.
+    """
+    queries, keys = cells.sizes.T
+    left, right = cells.sides.T
+    is_tall = ~cells.are_full & (queries + np.minimum(right, keys - 1) >= 2 * keys)
+    if not is_tall.any():
+        return cells
+    tall = cells.select(is_tall)
+    begin, end = np.clip([keys - 1 - right, left + 1], 0, queries)[:, is_tall]
+    ends = np.stack([np.zeros_like(begin), begin, end, tall.sizes[:, 0]])
+    of_keys = np.zeros_like(begin), tall.sizes[:, 1]
+    parts = [np.stack([*of_queries, *of_keys], axis=1) for of_queries in pairwise(ends)]
+    is_seen, rows, sides = least_tiles(np.concatenate(parts), np.tile(tall.sides, (3, 1)))
+    rows += np.tile(tall.rows[:, ::2].repeat(2, axis=1), (3, 1))
+    return Cells.concatenate([cells.select(~is_tall), Cells(rows, sides).select(is_seen)])
 
 
 def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:

@@ -15,7 +15,7 @@ _EXAMPLES = (
     "torchrun --nproc-per-node 4 -m megatron_burst verify --dtype bfloat16 --mask window "
     "--heads 32 --kv-heads 8 --head-dim 128 --tokens-per-rank 2048",
 )
-MASKS = ("causal", "full", "window", "documents", "blocks")
+MASKS = ("causal", "full", "window", "documents", "window+documents", "blocks")
 KERNELS = ("flash3", "flash4", "cudnn", "flash2", "aten_flash", "cpu", "reference")
 """Those of `kernels.KERNELS`, in its order."""
 _DTYPES = "float32", "bfloat16", "float16"
@@ -28,7 +28,7 @@ def parser() -> options.Parser:
     for name, values, tried in (
         ("--algorithm", list(Algorithm), ["burst"]),
         ("--backward", list(Backward), ["kv", "query"]),
-        ("--mask", MASKS, ["causal", "window", "documents"]),
+        ("--mask", MASKS, ["causal", "window", "documents", "window+documents"]),
     ):
         text = f"which are tried (default: {' '.join(tried)})"
         add(name, nargs="+", choices=[*map(str, values)], default=tried, help=text)
