@@ -16,6 +16,7 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.cost import Shape
+from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.choice.timing import Links
@@ -240,6 +241,9 @@ def test_rows_in_another_order_are_refused_by_every_rank() -> None:
     for rank in range(2):  # the others would wait for it
         with pytest.raises(ValueError, match="rank 1 holds its rows in another order than"):
             first_saved_row(layout, rank, 8)
+    stripes = head_groups("aaaa", 2).ring_layout(in_order(striped(32, 4)))
+    with pytest.raises(ValueError, match="stripes with a Ulysses degree above 1"):
+        first_saved_row(stripes, 0, 16)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5])

@@ -1,6 +1,7 @@
 """Which tokens each rank holds: zigzag and contiguous, shard and unshard. (fast tier)"""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ MAKERS = {
     "contiguous": contiguous,
     "striped": striped,
 }
+SEGMENTED = BurstConfig(layout="segmented-zigzag")
 
 
 def test_zigzag_gives_rank_r_the_chunks_r_and_2p_minus_1_minus_r() -> None:
@@ -40,10 +42,9 @@ def test_zigzag_gives_rank_r_the_chunks_r_and_2p_minus_1_minus_r() -> None:
 
 @pytest.mark.parametrize(("local", "count"), [(8192, 8), (4096, 4), (2048, 2), (16, 2), (12288, 8)])
 def test_as_many_segments_as_leave_a_chunk_512_rows(local: int, count: int) -> None:
-    config = BurstConfig(layout="segmented-zigzag")
-    assert make_layout(config, 4 * local, 4) == segmented_zigzag([4 * local // count] * count, 4)
+    assert make_layout(SEGMENTED, 4 * local, 4) == segmented_zigzag([4 * local // count] * count, 4)
     with pytest.raises(ValueError, match="2 segments, each divisible by 2 x 4 ranks = 8"):
-        make_layout(config, 4 * 8 + 4, 4)
+        make_layout(SEGMENTED, 4 * 8 + 4, 4)
 
 
 def test_segmented_zigzag_is_a_zigzag_of_each_segment() -> None:
@@ -108,6 +109,8 @@ def test_shards_are_the_rows_at_the_positions_and_join_to_the_whole(
         (contiguous, 0, 2, r"0 tokens divisible by 2 ranks"),
         (striped, 7, 2, r"striped needs 7 tokens divisible by 2 ranks"),
         (MAKERS["segmented zigzag"], 8, 4, r"2 segments, each divisible by 2 x 4 ranks = 8, got 4"),
+        (partial(make_layout, SEGMENTED), 9, 2, r"2 x 2 ranks = 4, got 9 tokens"),
+        (partial(make_layout, SEGMENTED), 5, 1, r"2 x 1 ranks = 2, got 5 tokens"),
     ],
 )
 def test_a_sequence_that_does_not_divide_is_refused_with_its_numbers(

@@ -163,6 +163,8 @@ def test_more_ranks_than_are_timed_may_have_an_odd_number_of_tokens(
     monkeypatch.setattr(planning, "TIMED", 4)
     config = BurstConfig(layout=LayoutName.CONTIGUOUS)
     assert planning.choose(config, tiling, grid, shape, nodes, links=links).forward
+    for fewer in planning._of_fewer(config, tiling, shape, nodes, float("inf"), links):
+        assert fewer and all(time.kernels > 0 for _, time in fewer.known.values())
 
 
 def by_events(plans: list[Plan], links: timing.Links, backward: bool) -> tuple[float, ...]:

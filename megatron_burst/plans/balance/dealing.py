@@ -20,7 +20,7 @@ from megatron_burst.plans.balance.whole_documents import deal_whole
 from megatron_burst.plans.schedules.topology import by_node
 from megatron_burst.plans.visibility.layout import Layout
 
-_SLACK = 64  # the share of a rank's work by which its queries may have more than its keys
+_SLACK = 64  # of twice a rank's work the share by which queries may have more than keys
 _FEW = 32  # documents shorter than this share of a rank's tokens stay with their neighbours
 
 type _Ints = NDArray[np.int64]

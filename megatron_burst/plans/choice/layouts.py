@@ -22,7 +22,8 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
         # With 8 ranks of 8192 tokens 8 leave 1.03 of the mean's work of a sparse block mask.
         enough = (n for n in (8, 4) if tokens % (2 * n * ranks) == 0)
         count = next((n for n in enough if tokens // (2 * n * ranks) >= _CHUNK_ROWS), 2)
-        return segmented_zigzag([tokens // count] * count, ranks)
+        parts = [tokens] if tokens % count else [tokens // count] * count
+        return segmented_zigzag(parts, ranks)
     makers = {
         LayoutName.AUTO: zigzag,
         LayoutName.ZIGZAG: zigzag,

@@ -160,6 +160,7 @@ def _of_fewer(
     local_tokens = tiling.local_tokens + tiling.local_tokens % 2  # other layouts' may be odd
     layout = zigzag(local_tokens * len(fewer), len(fewer))
     grid, _ = choose_grid(config.shape_of_rings, fewer)
+    shape = replace(shape, tokens=shape.tokens // tiling.local_tokens * local_tokens)
     links = Links.of(fewer, shape, links.machine, links.beside)
     found = choose(config, Tiling(layout, tiling.mask), grid, shape, fewer, memory_limit, links)
     given = len(nodes) / len(fewer), links.machine

@@ -46,9 +46,12 @@ class Direct(Schedule):
         """Return the bytes that a rank has of others' blocks and results, at the most."""
         rows = self.tiling.needs.rows[self.sent] * (1 - np.eye(self.grid.ranks, dtype=np.int64))
         local, received = self.tiling.local_tokens, rows.sum(axis=0) * sizes[self.sent]
-        # Of own rows a block's part is copied to be sent, and gone before results come.
-        copied = (rows * (rows < local)).sum(axis=1) * sizes[self.sent]
-        most = (received + copied).max()
+        # Of own rows a part of a block is copied to be sent, and gone before results come; of
+        # queries, that go with what belongs to them, the whole is, too, once.
+        copied = (rows * (rows < local)).sum(axis=1)
+        if backward and self.sent is Kind.QUERY:
+            copied += local * (rows == local).any(axis=1)
+        most = (received + copied * sizes[self.sent]).max()
         if backward:  # results of what was received, and those that come home
             results = rows * self.result_sizes(sizes)
             most = max(most, (received + results.sum(axis=0) + results.sum(axis=1)).max())
@@ -64,9 +67,9 @@ class Direct(Schedule):
         if backward:
             tiles |= own_tiles_by_step(tiles[0][0], self.grid.ranks, two_levels=False)
         for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
-            if part := self.part(owner, rank):
+            if self.tiling.needs.rows[self.sent][owner, rank]:
                 used = self.tiling.of_block(self.sent, owner, rank)
-                tiles[distance] = [used.reading(self.sent, part)]
+                tiles[distance] = [used.reading(self.sent, self.part(owner, rank))]
         return tiles
 
     def work(self, *, backward: bool) -> Work:
@@ -88,8 +91,8 @@ class Direct(Schedule):
         return np.where(is_once, sizes[gradient.partial], sizes[gradient])
 
     def part(self, owner: int, user: int) -> Part:
-        """Return the rows of `owner` that `user` needs, one message; () if it needs none."""
-        if not self.tiling.needs.rows[self.sent][owner, user]:
+        """Return the rows of `owner` that `user` needs, one message; () is all, or none."""
+        if self.tiling.needs.rows[self.sent][owner, user] in (0, self.tiling.local_tokens):
             return ()
         return tuple(union_of(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
 

@@ -192,6 +192,11 @@ def first_saved_row(layout: Layout, rank: int, stop: int) -> int:
         row = sum(before)
         for count, rows in zip(before, layout.local_rows(number), strict=True):
             if count != min(rows.length, max(0, row - rows.start)):
+                if any(r.step > 1 for r in shard):
+                    raise ValueError(
+                        "stripes with a Ulysses degree above 1 have no late rows that could be "
+                        "saved: take --burst-layout zigzag, or --burst-head-parallel-size 1"
+                    )
                 raise ValueError(
                     f"rank {number} holds its rows in another order than the sequence, so its late "
                     "ones cannot be saved: in_order(layout) holds the same in order"

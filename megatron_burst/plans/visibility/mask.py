@@ -88,6 +88,7 @@ class Mask:
         block_table: Tensor | None = None,
     ) -> "Mask":
         """Let every position see every position, as far as the rest allows; see `causal`."""
+        window = None if window is None else int(window)
         if window is not None and window < 0:
             raise ValueError(f"a window of {window} positions is negative; None is no window")
         bounds = None if documents is None else tuple(map(int, documents))
@@ -99,7 +100,7 @@ class Mask:
                 )
         padding: tuple[int, ...] = ()
         if lengths is not None:
-            bounds, padding = _padding_apart(bounds or (0,), lengths)
+            bounds, padding = _padding_apart(bounds or (0,), [*map(int, lengths)])
         table = None if block_table is None else _bytes_of(block_table)
         return cls(False, window, bounds, table, padding=padding)
 
