@@ -143,9 +143,10 @@ def ring_attention(
     scale = max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale
     given = Given(
         *(_kind(q), _kind(k), _kind(v), None if sink is None else _kind(sink)),
-        None if latents is None else (latents.latent.shape, latents.weight.shape),
+        None if latents is None else (_kind(latents.latent), _kind(latents.weight)),
         *(mask, scale, soft_cap, layout),
         None if memory is None else (memory.fraction, memory.saved is not None),
+        return_lse,
         torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)),
         torch.are_deterministic_algorithms_enabled(),
     )

@@ -70,7 +70,8 @@ class BurstContext:
         """Make the context of `group`: a collective call of all ranks of the job.
 
         Every rank calls it at the same time with the group that it is in, because the rings use
-        process groups of their own, and torch makes those with the whole job.
+        process groups of their own, and torch makes those with the whole job. The groups are of one
+        size: a rank that is one by itself waits for nobody, and none may be beside larger ones.
 
         Args:
             config: the same on every rank.

@@ -102,9 +102,10 @@ class ExpandedLatents(KeysAndValues):
         """Make k and v, unless they are the own ones or those of the last call."""
         if item.owner == self._rank:
             return self.own
+        self.visitor = block  # in a mesh the same may have come again, to another place
         if item != self._item:
             self._made = ()  # else they would live beside the next
-            self._item, self.visitor, (latent, rotary) = item, block, block
+            self._item, (latent, rotary) = item, block
             self._made = expand(latent, rotary, self._weight, self._heads, self._value_dim)
         return self._made
 

@@ -20,12 +20,13 @@ class Given(NamedTuple):
     k: KindOfTensor
     v: KindOfTensor
     sink: KindOfTensor | None
-    latents: tuple[torch.Size, torch.Size] | None  # of the latent and the weight
+    latents: tuple[KindOfTensor, KindOfTensor] | None  # the latent and the weight
     mask: Mask
     scale: float
     soft_cap: float | None
     layout: Layout | None
     memory: tuple[float, bool] | None  # its fraction, and whether it is full
+    returns_lse: bool
     has_backward: bool
     is_deterministic: bool
 
@@ -36,11 +37,13 @@ class Given(NamedTuple):
         parts += [f"{self.mask}", f"scale {self.scale:.9g}"]
         parts += [f"soft cap {self.soft_cap:g}"] if self.soft_cap is not None else []
         parts += [f"a sink {tuple(self.sink[0])} {self.sink[1]}" if self.sink else "no sink"]
-        parts += [f"latents {tuple(map(tuple, self.latents))}"] if self.latents else []
+        for shape, dtype, _ in self.latents or ():
+            parts.append(f"latents {tuple(shape)} {dtype}")
         parts += [f"layout {hash(self.layout):x}"] if self.layout else []
         if self.memory is not None:
             fraction, is_full = self.memory
             parts += [f"the {'second' if is_full else 'first'} pass of {fraction:g}"]
+        parts += ["with its log-sum-exp"] if self.returns_lse else []
         parts += ["with a backward" if self.has_backward else "without a backward"]
         return ", ".join(parts + ["deterministic"] * self.is_deterministic)
 

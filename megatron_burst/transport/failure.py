@@ -72,7 +72,7 @@ def _report(message: str, details: str) -> None:
     rank, message = os.environ.get("RANK", "0"), message.removeprefix("megatron_burst: ")
     try:
         first = _first_to_fail(rank)
-    except RuntimeError:  # in doubt this is the one report
+    except (RuntimeError, OSError, KeyError, ValueError):  # in doubt this is the one report
         message += " (the store of the ranks does not answer: another may have failed before)"
         first = rank
     if first == rank:

@@ -57,14 +57,12 @@ def hold(folder: Path, *, patience: float = 0.0, say: Callable[[str], None]) -> 
 
 def _hold(file: Path, patience: float, say: Callable[[str], None]) -> int:
     lock, waiting = os.open(file, os.O_RDWR | os.O_CREAT, 0o666), 0.0
-    while not _taken(lock):
+    while not _taken(lock, file):
         holder = _holder(lock)
         who = "a process on {host}, {pid}, since {since}{job}".format(**holder)
         if _is_earlier_start(holder):
             say(f"{file.parent} was held by {who}, an earlier start of this job")
-            os.close(lock)
             file.unlink(missing_ok=True)
-            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         elif not waiting:
             waiting = time.monotonic()
             if patience:
@@ -76,17 +74,20 @@ def _hold(file: Path, patience: float, say: Callable[[str], None]) -> int:
             )
         else:
             time.sleep(PAUSE_SECONDS)
+        os.close(lock)  # the file may have been replaced, by an earlier start's heir or by hand
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps(_this_process()).encode(), 0)
     return lock
 
 
-def _taken(lock: int) -> bool:
+def _taken(lock: int, file: Path) -> bool:
+    """Whether the lock is ours, and of the file that is there."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return os.fstat(lock).st_ino == file.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
         return False
-    return True
 
 
 def _this_process() -> dict[str, str]:

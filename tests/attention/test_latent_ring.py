@@ -207,6 +207,12 @@ def test_meshes_send_latents_too(workers: WorkerPool) -> None:
     check(workers, 4, 8, cases)
 
 
+def test_a_visitor_that_comes_twice_is_read_where_it_is(workers: WorkerPool) -> None:
+    """In a mesh, a step later, to another place; the first is others' by then."""
+    config = {"backward": "kv", "topology": "mesh", "ranks_per_node": 2}
+    check(workers, 8, 2, [Case(config=config, chunk=8, heads=2, masking=Masking(window=42))])
+
+
 def check(workers: WorkerPool, ranks: int, per_node: int, cases: Sequence[Case]) -> None:
     for case, (found, replies) in zip(cases, run(workers, ranks, cases), strict=True):
         worst = errors(found, case.expected(ranks))
@@ -384,6 +390,10 @@ def test_another_dtype_is_refused(alone: BurstContext) -> None:
     qkv, wrong = (x.bfloat16() for x in (q, k, v)), Latents(latent, weight)
     with pytest.raises(ValueError, match="dtype of k and v, torch.bfloat16; .* torch.float32"):
         ring_attention(*qkv, alone, mask=Mask.causal(), latents=wrong)
+    ring_attention(q, k, v, alone, mask=Mask.causal(), latents=wrong)
+    wider = Latents(latent.double(), weight.double())
+    with pytest.raises(ValueError, match="dtype of k and v, torch.float32; .* torch.float64"):
+        ring_attention(q, k, v, alone, mask=Mask.causal(), latents=wider)
 
 
 def verified(team: Team, case: Case, fault: bool) -> dict[str, bool]:

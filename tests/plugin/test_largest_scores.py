@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst import BurstConfig
+from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plugin.training_config import LayerConfig
 from megatron_burst.reference.dense import Visibility
@@ -142,3 +142,18 @@ def test_the_check_beside_the_reference_is_refused() -> None:
     shared = SharedState(BurstConfig(), layer_config=LayerConfig(check="reference"))
     with pytest.raises(ValueError, match="qk_clip = True: --burst-check reference looks past it"):
         build(shared=shared, config={"qk_clip": True})
+
+
+def test_padding_has_no_largest_score_beside_a_sink_and_autocast_rounds_none() -> None:
+    """The log-sum-exp of a row of padding is the sink, here above the threshold."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 8, 1, 8, generator=generator) for _ in range(2))
+    q[:, 5:], k[:, 5:] = 30, 30
+    q[0, 3, 0], k[0, 2, 0] = 9.3, 9.1
+    lse = torch.full((1, 1, 8), 21.0)
+    given = BurstContext.alone(BurstConfig()), Mask.causal(documents=[0, 8], lengths=[5])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = largest_scores_module.largest_scores(
+            *(q, k, lse, *given, zigzag(8, 1)), scale=1.0, threshold=THRESHOLD
+        )
+    assert found.item() == pytest.approx(8 * 9.3 * 9.1, rel=1e-6)

@@ -102,6 +102,9 @@ DISAGREEMENTS = {
     "a sink's dtype": Disagreement(
         {"sink": SINK.double()}, "torch.float64, w", "torch.float32, w", {"sink": SINK}
     ),
+    "its log-sum-exp": Disagreement(
+        {"return_lse": True}, "with its log-sum-exp", "no sink, without"
+    ),
     "backward": Disagreement(shaped(1, 4, 2, 8, grad=True), "with a b", "without a b"),
     "pass": Disagreement({"memory": AttentionMemory(0.5)}, "the first pass of 0.5", "no sink, w"),
 }

@@ -105,6 +105,8 @@ def test_before_there_is_a_store_one_rank_of_a_node_reports(
     assert texts[0, 1].endswith("megatron_burst: rank 1 failed: ValueError: cause\n")
     assert texts[0, 0] == "megatron_burst: rank 0 ends, rank 1 failed: ValueError: cause\n"
     assert texts[1, 0].endswith("megatron_burst: rank 0 failed: ValueError: cause\n")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere/0/error.json")
+    assert "rank 0 failed: ValueError: cause (" in fail(ValueError("cause"), capsys)[1]
 
 
 def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,22 @@ def test_a_second_job_is_refused_by_the_name_of_the_first(tmp_path: Path) -> Non
         hold(folder, patience=10, say=said.append)  # which it leaves by itself
     with pytest.raises(InUseError, match=f"process on .*, {os.getpid()}, since [^,]*: end it"):
         hold(folder, say=said.append)
+
+
+def test_a_lock_of_a_file_that_was_replaced_is_none(tmp_path: Path) -> None:
+    """Its heir has the new one: an earlier start's, or whoever came after it was deleted."""
+    said, folder = list[str](), tmp_path
+    with held(folder) as first:
+
+        def replaced(line: str) -> None:
+            said.append(line)
+            (folder / NAME).unlink()
+            heir.enter_context(held(folder))
+            first.kill()
+
+        with ExitStack() as heir, pytest.raises(InUseError):
+            hold(folder, patience=1, say=replaced)
+    assert len(said) == 1
 
 
 def test_a_later_start_of_a_job_takes_what_an_earlier_one_held(

@@ -14,7 +14,6 @@ from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.kv import Latents
 from megatron_burst.config import Mla
-from megatron_burst.plans.visibility.layout import contiguous
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.plugin.attention.documents import PackedDocuments
 from megatron_burst.plugin.attention.largest_scores import largest_scores
@@ -138,9 +137,6 @@ class BurstCoreAttention(ModuleWithSink):
             latents = self.latents(query.shape[1])
         if self._check is not None:
             self._check.expect(_IS_CAUSAL[mask_type], documents, self.training)
-        layout = documents.layout
-        if context.ranks == 1 and q.shape[1] % 2:  # a prompt may have any length
-            layout = contiguous(q.shape[1], 1)
         sent = context.bytes_sent
         out = self._attend(
             q,
@@ -151,7 +147,7 @@ class BurstCoreAttention(ModuleWithSink):
             softmax_scale=self._softmax_scale,
             sink=self.softmax_offset,
             latents=latents,
-            layout=layout,
+            layout=documents.layout,
             memory=memory,
         )
         if not self.training:

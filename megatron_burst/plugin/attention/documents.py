@@ -114,10 +114,10 @@ class Reader:
         `rotates` is the group by whose ranks Megatron applies rotary embeddings. Dev takes the
         micro-batch's, and gives its own back before core attention is computed again.
         """
-        given = _boundaries(packed).values()
+        given = [*_boundaries(packed).values()]
         stamp = [(id(x), None if x.is_inference() else x._version) for x in given]
         stamp.append((id(group), None))
-        known: tuple[object, PackedDocuments] | None = self._known.get(packed)
+        known: tuple[object, PackedDocuments, object] | None = self._known.get(packed)
         if known is None or known[0] != stamp:
             if rotates is not None and (theirs := ranks_of(rotates)) != (ours := ranks_of(group)):
                 raise ValueError(
@@ -126,7 +126,8 @@ class Reader:
                     "cp_group for the forward, as Megatron's dev does, or append "
                     "SequenceHooks(shared) to the pre_wrap_hooks of the model's config"
                 )
-            known = stamp, read_documents(packed, group, 1, apart=True)
+            # The tensors stay as long as their numbers, which others' could have afterwards.
+            known = stamp, read_documents(packed, group, 1, apart=True), given
             self._known[packed] = known
         return known[1]
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
+from megatron_burst.kernels.dtypes import without_autocast
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.reference.dense import Visibility
@@ -20,6 +21,7 @@ _PAIRS_AT_ONCE = 2**22  # of rows and keys
 
 
 @torch.no_grad()
+@without_autocast
 def largest_scores(
     q: Tensor,
     k: Tensor,
@@ -46,13 +48,14 @@ def largest_scores(
         scale: of the scores.
         threshold: see above.
     """
+    positions = layout.positions(context.rank).to(q.device)
+    lse = _without_padding(lse, mask, positions)
     bounds = lse.amax((0, 2)).float()
     if context.group is not None:
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=context.group)
     found = bounds.clamp(min=0)  # Megatron divides by it
     if not bool((bounds > threshold).any()):
         return found
-    positions = layout.positions(context.rank).to(q.device)
     place = (lse > threshold).nonzero()  # of a row: batch, head, number
     batch, head, row = place.unbind(1)
     where = torch.stack([batch, head, positions[row]], 1)
@@ -71,6 +74,15 @@ def largest_scores(
     return found
 
 
+def _without_padding(lse: Tensor, mask: Mask, positions: Tensor) -> Tensor:
+    """Return them without what rows of padding have: that of a sink."""
+    if not mask.documents or not mask.padding:
+        return lse
+    ends, padding = (torch.tensor(x, device=lse.device) for x in (mask.documents[1:], mask.padding))
+    is_padding = torch.isin(torch.bucketize(positions, ends, right=True), padding)
+    return lse.masked_fill(is_padding, -torch.inf)
+
+
 def _of_all_ranks(x: Tensor, context: BurstContext) -> Tensor:
     """Return the rows of all ranks, and zeros, whose scores are no largest ones."""
     if context.group is None:
@@ -84,7 +96,7 @@ def _of_all_ranks(x: Tensor, context: BurstContext) -> Tensor:
 
 
 def _visibility(mask: Mask, tokens: int) -> Visibility:
-    """Return a mask pair by pair; rows of padding, which have no LSE, may be left as they are."""
+    """Return a mask pair by pair; rows of padding may be left as they are."""
     return Visibility(
         causal=mask.is_causal,
         left=-1 if mask.window is None else mask.window,
