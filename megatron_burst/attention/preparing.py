@@ -16,7 +16,7 @@ from megatron_burst.attention.sums import WireDtypes
 from megatron_burst.config import GradDtype
 from megatron_burst.kernels import select_kernel
 from megatron_burst.plans.choice.cost import LatentShape, Shape, room_pays
-from megatron_burst.plans.choice.kv_or_latents import choose_keys
+from megatron_burst.plans.choice.kv_or_latents import choose_kv
 from megatron_burst.plans.choice.planning import Choice
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.gc_pause import without_gc
@@ -144,4 +144,4 @@ def _choose(
     """Choose what travels and how; return for the log what does not."""
     config, shape = context.config, signature.shape(context.config.grad_dtype)
     links = Links.of(context.nodes, shape, context.machine, context.beside)
-    return choose_keys(config, tiling, context.grid, links, signature.latents, context.memory_limit)
+    return choose_kv(config, tiling, context.grid, links, signature.latents, context.memory_limit)

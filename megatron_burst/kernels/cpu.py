@@ -61,8 +61,8 @@ def _stripes(tile: KernelInput) -> Iterator[tuple[slice, slice, KernelInput, Ten
             visible = torch.from_numpy(band.visible(rows.length, keys.length))
             mask = torch.zeros(visible.shape, dtype=tile.q.dtype)
             mask.masked_fill_(~visible, -torch.inf)
-        q, k, v = tile.q[:, rows.rows], tile.k[:, keys.rows], tile.v[:, keys.rows]
-        yield rows.rows, keys.rows, KernelInput(q, k, v, Band.FULL, tile.scale), mask
+        q, k, v = tile.q[:, rows.as_slice], tile.k[:, keys.as_slice], tile.v[:, keys.as_slice]
+        yield rows.as_slice, keys.as_slice, KernelInput(q, k, v, Band.FULL, tile.scale), mask
 
 
 def _attend(tile: KernelInput, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

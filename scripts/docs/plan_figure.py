@@ -45,9 +45,9 @@ def scores(layout: Layout, rank: int, blocks: Sequence[Tiles]) -> NDArray[np.int
     """Return the score matrix: 0 masked, 1 visible, 2 to the rank's queries, 3 + owner computed."""
     drawn = np.tril(np.ones((layout.tokens, layout.tokens), int))
     drawn[layout.positions(rank)] *= 2
-    for tiles, cell in ((some, cell) for some in blocks for cell in some.cells):
-        queries = layout.positions(tiles.query_owner)[cell.queries.rows]
-        keys = layout.positions(tiles.key_owner)[cell.keys.rows]
+    for tiles, cell in ((block, cell) for block in blocks for cell in block.cells):
+        queries = layout.positions(tiles.query_owner)[cell.queries.as_slice]
+        keys = layout.positions(tiles.key_owner)[cell.keys.as_slice]
         i, j = cell.band.visible(len(queries), len(keys)).nonzero()
         drawn[queries[i], keys[j]] = 3 + tiles.key_owner
     return drawn
@@ -175,8 +175,8 @@ def draw(nodes: int, path: Path) -> None:
         figure = Figure(figsize=(width, height), facecolor="white")
         axes = figure.add_axes((0, 0, 1, 1))
         draw_key(axes, ring)
-        for number, (words, some) in enumerate(zip(titles, plans, strict=True)):
-            draw_plans(axes, words, some, ring, KEY + number * panel + TITLE)
+        for number, (words, of_ranks) in enumerate(zip(titles, plans, strict=True)):
+            draw_plans(axes, words, of_ranks, ring, KEY + number * panel + TITLE)
         axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
         axes.axis("off")
         save(figure, path)

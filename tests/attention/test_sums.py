@@ -134,7 +134,7 @@ def make_total(intervals: tuple[Interval, ...]) -> tuple[Tensor, ...]:
     total = partial(ALL_ROWS, 0.0)
     for rows in intervals:
         for t, part in zip(total, partial(rows, 1.0), strict=True):
-            t[:, rows.rows] += part
+            t[:, rows.as_slice] += part
     return total
 
 
@@ -204,11 +204,11 @@ def test_in_any_order_nothing_is_lost_or_counted_twice(events: list[Event]) -> N
         whole = event.what == "take" or event.length == TOKENS
         start, stop = (0, TOKENS) if whole else (event.start, event.start + event.length)
         rows = Interval(start, min(stop, TOKENS))
-        block = torch.randn(SHAPE, dtype=torch.float64)[:, rows.rows].clone()
+        block = torch.randn(SHAPE, dtype=torch.float64)[:, rows.as_slice].clone()
         if event.what == "hand_on":
             found[event.owner] += hand_on(sums, item)[0]
             continue
-        given_[event.owner][:, rows.rows] += block
+        given_[event.owner][:, rows.as_slice] += block
         if event.what == "add" and event.seed % 2:  # the same rows in another order
             sums.add(item, RowTable(torch.arange(*rows).flip(0)), (block.flip(1),))
         elif event.what == "add":

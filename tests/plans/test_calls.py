@@ -73,8 +73,8 @@ def by_flash_2(window: Band | tuple[int | None, int | None], queries: int, keys:
 def by_tiles(tiles: Iterable[Tile], tokens: int) -> Tensor:
     count = torch.zeros(tokens, tokens)
     for tile in tiles:
-        rows, keys = tile.query_rows, tile.key_rows
-        count[rows.rows, keys.rows] += torch.from_numpy(tile.band.visible(rows.length, keys.length))
+        q, k = tile.query_rows, tile.key_rows
+        count[q.as_slice, k.as_slice] += torch.from_numpy(tile.band.visible(q.length, k.length))
     return count
 
 

@@ -33,7 +33,7 @@ def rows_seen(tile: Tile, tokens: int) -> Tensor:
     """How often the tile computes each pair of local rows: int [query rows, key rows]."""
     count = torch.zeros(tokens, tokens, dtype=torch.int)
     queries, keys = tile.query_rows, tile.key_rows
-    count[queries.rows, keys.rows] += torch.from_numpy(
+    count[queries.as_slice, keys.as_slice] += torch.from_numpy(
         tile.band.visible(queries.length, keys.length)
     )
     return count

@@ -259,8 +259,8 @@ def times_computed(tiles: list[Tile], layout: Layout) -> Tensor:
     """How often each (query position, key position) is computed."""
     times = torch.zeros((layout.ranks * layout.local_tokens,) * 2, dtype=torch.int64)
     for tile in tiles:
-        queries = layout.positions(tile.query_owner)[tile.query_rows.rows]
-        keys = layout.positions(tile.key_owner)[tile.key_rows.rows]
+        queries = layout.positions(tile.query_owner)[tile.query_rows.as_slice]
+        keys = layout.positions(tile.key_owner)[tile.key_rows.as_slice]
         pairs = torch.ones(len(queries), len(keys), dtype=torch.int64)
         if tile.band == Band.CAUSAL:
             assert len(queries) == len(keys)

@@ -52,13 +52,13 @@ def balanced(
             or padding.
     """
     usual = zigzag(tokens, len(nodes))
-    best = _Found(imbalance(usual, mask), usual)
+    best = _Option(imbalance(usual, mask), usual)
     if best.imbalance > BOUND:
         best = _dealt(mask, nodes, best, queries_a_key)
     return Balanced(best.layout, tokens // sum(map(len, best.layout.shards)), best.imbalance)
 
 
-class _Found(NamedTuple):
+class _Option(NamedTuple):
     """A layout, and what decides whether it is taken."""
 
     imbalance: float
@@ -71,7 +71,7 @@ class _Found(NamedTuple):
         return max(BOUND, self.imbalance), self.sent
 
 
-def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: _Found, queries_a_key: int) -> _Found:
+def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: _Option, queries_a_key: int) -> _Option:
     """Deal in several ways, and in more where the best puts a few more bytes on the links.
 
     Where that would take long, in one that is mostly good, and nothing is counted.
@@ -83,16 +83,16 @@ def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: _Found, queries_a_key: 
     def sent(layout: Layout) -> int:
         return _bytes(layout, mask, nodes, queries_a_key) if is_small else 0
 
-    def found(ways: Sequence[Way]) -> Iterator[_Found]:
+    def options(ways: Sequence[Way]) -> Iterator[_Option]:
         for way in ways:
             layout = deal(work, nodes, way)
             uneven = imbalance(layout, mask)
-            yield _Found(uneven, layout, sent(layout) if uneven <= BOUND else 0)
+            yield _Option(uneven, layout, sent(layout) if uneven <= BOUND else 0)
 
-    best, least = min([usual, *found(ways)], key=attrgetter("order")), sent(usual.layout)
+    best, least = min([usual, *options(ways)], key=attrgetter("order")), sent(usual.layout)
     if best.imbalance <= BOUND and not least < best.sent <= _NEAR * least:
         return best
-    return min([best, *found(more)], key=attrgetter("order"))
+    return min([best, *options(more)], key=attrgetter("order"))
 
 
 def _bytes(layout: Layout, mask: Mask, nodes: Sequence[Hashable], queries_a_key: int) -> int:

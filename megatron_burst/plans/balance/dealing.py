@@ -49,36 +49,37 @@ QUICK_WAYS = (Way(40, 4),), (Way(0, 0, is_even=False),)
 
 def deal(work: DocumentWork, nodes: Sequence[Hashable], way: Way) -> Layout:
     """Return a layout for the ranks on these nodes; they divide the tokens."""
-    local, rows = int(work.lengths.sum()) // len(nodes), by_node(nodes)
+    local, node_ranks = int(work.lengths.sum()) // len(nodes), by_node(nodes)
     items = DocumentItems.of(work, local // _FEW)
     order = np.argsort(-items.rate, kind="stable")
     every = np.stack([order, items.length[order], items.rate[order], 0 * order])
-    dealt = [*_to_nodes(every, rows, local, way)]
-    number = {rank: number for number, row in enumerate(rows) for rank in row}
+    dealt = [*_to_nodes(every, node_ranks, local, way)]
+    number = {rank: number for number, row in enumerate(node_ranks) for rank in row}
     node = [number[rank] for rank in range(len(nodes))]
     slack = int(every[1] @ every[2]) // len(nodes) // _SLACK if way.slack else 0
     return Shares(items, _summed(dealt, len(nodes)), node, slack).layout()
 
 
 def _to_nodes(
-    items: _Ints, rows: Sequence[Sequence[int]], local: int, way: Way
+    items: _Ints, node_ranks: Sequence[Sequence[int]], local: int, way: Way
 ) -> Iterator[tuple[int, _Ints]]:
     """Give each rank what it holds: deal to nodes, and what a node has to its ranks."""
-    held = _dealt(items, [local * len(row) for row in rows], 16 * way.slack, way, is_even=True)
+    room = [local * len(ranks) for ranks in node_ranks]
+    held = _dealt(items, room, 16 * way.slack, way, is_even=True)
     nodes = np.bincount(np.concatenate(held, axis=1)[0])  # of each item, how many have some of it
-    for row, some in zip(rows, held, strict=True):
-        is_far = (nodes[some[0]] > 1) & (some[1] >= local // _FEW)
-        each, left = _evenly(some, is_far, len(row))
-        room = [local - int(each[1].sum())] * len(row)
+    for ranks, theirs in zip(node_ranks, held, strict=True):
+        is_far = (nodes[theirs[0]] > 1) & (theirs[1] >= local // _FEW)
+        each, left = _evenly(theirs, is_far, len(ranks))
+        room = [local - int(each[1].sum())] * len(ranks)
         own = _dealt(left, room, way.slack, way, is_even=way.is_even)
-        for rank, more in zip(row, own, strict=True):
+        for rank, more in zip(ranks, own, strict=True):
             yield rank, np.concatenate([each, more], axis=1)
 
 
-def _evenly(held: _Ints, some: NDArray[np.bool], ranks: int) -> tuple[_Ints, _Ints]:
+def _evenly(held: _Ints, is_shared: NDArray[np.bool], ranks: int) -> tuple[_Ints, _Ints]:
     """Return what each rank of a node gets of some items, and what is left to deal to them."""
     each, left = held.copy(), held.copy()
-    each[1] = np.where(some, held[1] // ranks, 0)
+    each[1] = np.where(is_shared, held[1] // ranks, 0)
     left[1] -= ranks * each[1]
     left[3] = 0
     order = np.lexsort((left[0], -left[2]))

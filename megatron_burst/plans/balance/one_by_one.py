@@ -89,14 +89,14 @@ class _Stock:
             return None
         stop = self.ends.searchsorted(self.ends[first] + tokens, "right") - 1
         border = self.tokens - tokens + self.ends[stop] - self.ends[first]
-        found = self.sums[stop] - self.sums[first] + self.work - self.of_first(border)
-        far = np.abs(found - work)
-        some = (far <= slack).nonzero()[0]
-        if not len(some):
+        run_work = self.sums[stop] - self.sums[first] + self.work - self.of_first(border)
+        far = np.abs(run_work - work)
+        fits = (far <= slack).nonzero()[0]
+        if not len(fits):
             return None
-        border, last = border[some], self.ends.searchsorted(border[some])
+        border, last = border[fits], self.ends.searchsorted(border[fits])
         loss = np.minimum(self.ends[last] - border, border - self.ends[last - 1])
-        best = some[np.lexsort((far[some], loss))[0]]
+        best = fits[np.lexsort((far[fits], loss))[0]]
         return int(first[best]), int(stop[best])
 
     def dense(self, tokens: int, work: int) -> int:

@@ -40,8 +40,8 @@ class Shares:
         shared = shares[:, is_shared]
         shared = shared[:, np.lexsort((shared[0], -self.items.rate[shared[0]]))]
         places, sent = list[tuple[int, int, int]](), [0] * len(self.nodes)
-        for number, some in groupby(shared.T.tolist(), key=itemgetter(0)):
-            places += self._places(number, {rank: tokens for _, tokens, rank in some}, sent)
+        for number, parts in groupby(shared.T.tolist(), key=itemgetter(0)):
+            places += self._places(number, {rank: tokens for _, tokens, rank in parts}, sent)
         every = np.concatenate([alone, np.array(places, np.int64).reshape(-1, 3).T], axis=1)
         every = every[:, every[1] < every[2]]
         return _laid_out(every[:, self._order(every)], len(self.nodes))

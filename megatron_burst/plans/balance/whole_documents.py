@@ -103,12 +103,12 @@ def _shares(
             yield hand, length
             return
     for count in range(2, len(order) + 1):
-        some = order[:count]
-        beside = max(1, sum(hand.tokens for hand in some) - length)
+        hands = order[:count]
+        beside = max(1, sum(hand.tokens for hand in hands) - length)
         least = rest.of(beside) // beside
-        most = {hand: hand.most(item, least, slack) for hand in some}
+        most = {hand: hand.most(item, least, slack) for hand in hands}
         if sum(most.values()) >= length:
-            for number, hand in enumerate(sorted(some, key=most.__getitem__, reverse=not is_even)):
+            for number, hand in enumerate(sorted(hands, key=most.__getitem__, reverse=not is_even)):
                 due = -(-length // (count - number)) if is_even else length
                 tokens = min(most[hand], due)
                 length -= tokens

@@ -69,15 +69,15 @@ class Shape:
         """
         queries = self.tokens * self.query_heads
         dims = self.head_dim + self.value_head_dim
-        keys = self.tokens * (self.latents.size if self.latents else self.kv_heads * dims)
+        kv = self.tokens * (self.latents.size if self.latents else self.kv_heads * dims)
         query = self.element_bytes * self.head_dim
         partial = self.element_bytes if self.sends_raw else self.gradient_bytes
         if backward:  # with dO, its log-sum-exp and delta
             query = self.element_bytes * dims + 2 * self.row_bytes
         return {
-            Kind.KV: keys * self.element_bytes,
-            Kind.D_KV: keys * self.gradient_bytes,
-            Kind.PARTIAL_D_KV: keys * partial,
+            Kind.KV: kv * self.element_bytes,
+            Kind.D_KV: kv * self.gradient_bytes,
+            Kind.PARTIAL_D_KV: kv * partial,
             Kind.QUERY: queries * query,
             Kind.D_QUERY: queries * self.head_dim * self.gradient_bytes,
             Kind.PARTIAL_D_QUERY: queries * self.head_dim * partial,
@@ -133,8 +133,8 @@ def traffic(
     number = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
     node, ranks = np.array([number[node] for node in nodes]), len(nodes)
     sent, through_nic = np.zeros(ranks), np.zeros(ranks)
-    for some in messages:
-        sources, targets, size, *_ = some.loads(sizes, local_tokens, summed=True)
+    for each in messages:
+        sources, targets, size, *_ = each.loads(sizes, local_tokens, summed=True)
         goes = size.nonzero()  # of few pairs of ranks under a sparse mask
         source, size = sources[goes], size[goes]
         sent += np.bincount(source, size, ranks)

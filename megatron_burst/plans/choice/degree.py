@@ -57,13 +57,13 @@ def choose_degree(
     if held > memory_limit:
         allowed = f"--burst-memory-mb allows {mib(memory_limit)}"
         return 1, f"another would hold {mib(held)} more, and {allowed}"
-    found = dict[int, float]()
+    seconds = dict[int, float]()
     for size in (*reversed(sizes), 1):
         timed = _Timed(config, nodes, shape, size, memory_limit, machine)
-        if not found or timed.at_least < _WORTH * min(found.values()):
-            found[size] = timed.seconds
-    best = min(found, key=found.__getitem__)
-    others = ", ".join(f"{1e3 * found[size]:.3g} ms with {size}" for size in found)
+        if not seconds or timed.at_least < _WORTH * min(seconds.values()):
+            seconds[size] = timed.seconds
+    best = min(seconds, key=seconds.__getitem__)
+    others = ", ".join(f"{1e3 * seconds[size]:.3g} ms with {size}" for size in seconds)
     return best, f"reckoned for a layer's attention: {others}; more with others"
 
 
@@ -72,11 +72,11 @@ def degrees(nodes: Sequence[Hashable], query_heads: int, kv_heads: int) -> list[
 
     They share out so many heads of a rank, with copies of kv heads where these are fewer.
     """
-    rows = [len(row) for row in by_node(nodes)]
-    found = [size for size in range(2, math.gcd(*rows) + 1) if math.gcd(*rows) % size == 0]
-    if len({*rows}) == 1:
-        found += [n * rows[0] for n in range(2, len(rows) + 1) if len(rows) % n == 0]
-    return [size for size in found if _divides(query_heads, kv_heads, size)]
+    per_node = [len(row) for row in by_node(nodes)]
+    sizes = [size for size in range(2, math.gcd(*per_node) + 1) if math.gcd(*per_node) % size == 0]
+    if len({*per_node}) == 1:
+        sizes += [n * per_node[0] for n in range(2, len(per_node) + 1) if len(per_node) % n == 0]
+    return [size for size in sizes if _divides(query_heads, kv_heads, size)]
 
 
 def _divides(query_heads: int, kv_heads: int, size: int) -> bool:
@@ -98,11 +98,11 @@ class _Timed:
         memory_limit: float,
         machine: Machine,
     ) -> None:
-        rows = by_node(nodes)
-        on_a_node = len(rows[0])
+        node_ranks = by_node(nodes)
+        on_a_node = len(node_ranks[0])
         fewer = max(_RANKS * size // on_a_node, 1) * on_a_node
         self._rounds = 1.0
-        if len(nodes) > fewer and all(len(row) == on_a_node for row in rows):
+        if len(nodes) > fewer and all(len(row) == on_a_node for row in node_ranks):
             self._rounds = len(nodes) / fewer
             nodes = [node for node in dict.fromkeys(nodes) for _ in range(on_a_node)][:fewer]
         self._config, self._limit, self._machine = config, memory_limit, machine
@@ -139,7 +139,7 @@ class _Timed:
 
         A ring of more ranks takes longer by as much, and its all-to-alls do not.
         """
-        found = sum(
+        seconds = sum(
             max(
                 self._exchange.device + self._rounds * device,
                 self._exchange.host + self._rounds * host,
@@ -148,4 +148,4 @@ class _Timed:
         )
         # Recomputed layers whose outputs are saved repeat them.
         again = self._config.recompute_fraction is not None
-        return found + again * max(self._exchange.device, self._exchange.host)
+        return seconds + again * max(self._exchange.device, self._exchange.host)

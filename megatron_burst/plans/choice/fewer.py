@@ -45,9 +45,9 @@ class Fewer:
         Computing grows with the ranks, and messages take what their bytes do, of computing as well
         if they slow it. What this does not explain of fewer's time stays: the first and the last.
         """
-        if (found := self.known.get((type(schedule), schedule.sent))) is None:
+        if (known := self.known.get((type(schedule), schedule.sent))) is None:
             return math.inf
-        of_fewer, time = found
+        of_fewer, time = known
         computing, links = time.kernels + time.sums, self._on_links(of_fewer)
         rest = time.device - self._together(computing, links)
         device = self._together(self.more * computing, self._on_links(sent)) + rest

@@ -31,9 +31,9 @@ def choose_head_chunks(
     Raises:
         ValueError: the number that is asked for does not divide the kv heads.
     """
-    if (asked := config.head_chunks) is not None:
-        check_head_chunks(asked, kv_heads)
-        return asked
+    if (chunks := config.head_chunks) is not None:
+        check_head_chunks(chunks, kv_heads)
+        return chunks
     latents_may_travel = has_latents and config.mla is not Mla.HEADS
     if config.algorithm is not Algorithm.BURST or latents_may_travel or not is_worth_it:
         return 1

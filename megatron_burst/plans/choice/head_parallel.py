@@ -62,18 +62,18 @@ def head_groups(nodes: Sequence[Hashable], size: int) -> HeadGroups:
 
     `nodes` are each rank's.
     """
-    rows = by_node(nodes)
-    ranks, on_a_node = len(nodes), len(rows[0])
-    if ranks % size == 0 == size % on_a_node and all(len(row) == on_a_node for row in rows):
-        rows = (tuple(rank for row in rows for rank in row),)
-    if any(len(row) % size for row in rows):
-        held = ", ".join(str(len(row)) for row in rows)
+    node_ranks = by_node(nodes)
+    ranks, on_a_node = len(nodes), len(node_ranks[0])
+    if ranks % size == 0 == size % on_a_node and all(len(row) == on_a_node for row in node_ranks):
+        node_ranks = (tuple(rank for row in node_ranks for rank in row),)
+    if any(len(row) % size for row in node_ranks):
+        held = ", ".join(str(len(row)) for row in node_ranks)
         raise ValueError(
             f"--burst-head-parallel-size {size} needs {size} ranks of a node for every all-to-all, "
             f"or of several whole ones, but of the {ranks} context-parallel ranks the nodes hold "
             f"{held}: change --burst-head-parallel-size or --context-parallel-size"
         )
-    groups = (row[i : i + size] for row in rows for i in range(0, len(row), size))
+    groups = (row[i : i + size] for row in node_ranks for i in range(0, len(row), size))
     return HeadGroups(tuple(sorted(groups)))
 
 
@@ -115,10 +115,10 @@ def _in_order(layout: Layout, ranks: Sequence[int]) -> Sequence[range]:
 
 def _merged(ranges: Iterable[range]) -> tuple[range, ...]:
     """Join ranges without gaps that follow each other: fewer and larger tiles."""
-    found: list[range] = []
+    merged: list[range] = []
     for positions in ranges:
-        if found and positions.step == 1 and positions.start == found[-1].stop:
-            found[-1] = range(found[-1].start, positions.stop)
+        if merged and positions.step == 1 and positions.start == merged[-1].stop:
+            merged[-1] = range(merged[-1].start, positions.stop)
         else:
-            found.append(positions)
-    return tuple(found)
+            merged.append(positions)
+    return tuple(merged)

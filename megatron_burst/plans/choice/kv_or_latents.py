@@ -10,7 +10,7 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 
 
-def choose_keys(
+def choose_kv(
     config: BurstConfig,
     tiling: Tiling,
     grid: Grid,

@@ -120,17 +120,17 @@ def choose(
     ):
         ahead, back = _of_fewer(config, tiling, shape, nodes, memory_limit, links)
         links = None
-    asked = config, tiling, grid, nodes, shape, memory_limit, links
-    forward = _Pass(*asked, ahead, backward=False).offers()
-    backward = _Pass(*asked, back, backward=True).offers()
+    arguments = config, tiling, grid, nodes, shape, memory_limit, links
+    forward = _Pass(*arguments, ahead, backward=False).offers()
+    backward = _Pass(*arguments, back, backward=True).offers()
     unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
     return Choice(tiling, forward, backward, unmasked)
 
 
 def _ranks_of_fewer(nodes: Sequence[Hashable]) -> int:
     """Return how many ranks stand for more: of nodes that make a mesh of the same form, or any."""
-    rows = by_node(nodes)
-    count, on_a_node = len(rows), len(rows[0])
+    node_ranks = by_node(nodes)
+    count, on_a_node = len(node_ranks), len(node_ranks[0])
     while count * on_a_node > TIMED and count % 4 == 0:
         count //= 4
     most = max(4, TIMED // on_a_node // 2 * 2)
@@ -152,9 +152,9 @@ def _of_fewer(
     by the clock 0.1 to 0.6 % slower than the fastest in the mean, at most 3 %, in one 14 %: another
     mesh.
     """
-    rows = by_node(nodes)
-    on_a_node = len(rows[0])
-    if tiling.mask.is_sparse or any(len(row) != on_a_node for row in rows):
+    node_ranks = by_node(nodes)
+    on_a_node = len(node_ranks[0])
+    if tiling.mask.is_sparse or any(len(row) != on_a_node for row in node_ranks):
         return None, None
     fewer = [rank // on_a_node for rank in range(_ranks_of_fewer(nodes))]
     local_tokens = tiling.local_tokens + tiling.local_tokens % 2  # other layouts' may be odd
@@ -162,9 +162,9 @@ def _of_fewer(
     grid, _ = choose_grid(config.shape_of_rings, fewer)
     shape = replace(shape, tokens=shape.tokens // tiling.local_tokens * local_tokens)
     links = Links.of(fewer, shape, links.machine, links.beside)
-    found = choose(config, Tiling(layout, tiling.mask), grid, shape, fewer, memory_limit, links)
+    choice = choose(config, Tiling(layout, tiling.mask), grid, shape, fewer, memory_limit, links)
     given = len(nodes) / len(fewer), links.machine
-    return Fewer.of(found.forward, *given), Fewer.of(found.backward, *given)
+    return Fewer.of(choice.forward, *given), Fewer.of(choice.backward, *given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ def pass_time(schedule: Schedule, links: "Links", *, backward: bool) -> PassTime
     local_tokens = schedule.tiling.local_tokens
     batch = shape.tokens // local_tokens
     # Tiles of a step share a call: one of what is seen whole, one of what is seen in part.
-    rows = np.minimum(batch * work.query_rows, 2 * shape.tokens)
-    work = Work(work.pairs * batch, rows, batch * work.key_rows, work.visitors)
+    query_rows = np.minimum(batch * work.query_rows, 2 * shape.tokens)
+    work = Work(work.pairs * batch, query_rows, batch * work.key_rows, work.visitors)
     kernels, sums = _computing(work, shape, machine, backward=backward)
     sizes = shape.item_bytes(backward=backward)
     messages = links.timed(schedule.messages(backward=backward), sizes, local_tokens)

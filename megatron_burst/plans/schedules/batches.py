@@ -54,13 +54,13 @@ def batches_of(blocks: Iterable[Tiles], known: Known | None = None) -> tuple[Til
     What is `known` is not found again: of blocks that have the same cells.
     """
     known = {} if known is None else known
-    found: list[TileBatch] = []
+    calls: list[TileBatch] = []
     for tiles in filter(len, blocks):
         key = id(tiles.cells), tiles.query_part, tiles.key_part
         if key not in known:
             known[key] = tiles, _calls(tiles)
-        found += (replace(call, tile=tiles) for call in known[key][1])
-    return tuple(found)
+        calls += (replace(call, tile=tiles) for call in known[key][1])
+    return tuple(calls)
 
 
 def _calls(tiles: Tiles) -> list[TileBatch]:
@@ -75,7 +75,7 @@ def _calls(tiles: Tiles) -> list[TileBatch]:
             for queries, keys, band in cells
         ]
     calls = [call for alike in _by_band(cells) for call in _of_band(tiles, *alike)]
-    return sorted(calls, key=lambda call: -_rows(call.queries))
+    return sorted(calls, key=lambda call: -_length(call.queries))
 
 
 def _none_too_tall(cells: Cells) -> Cells:
@@ -130,10 +130,10 @@ def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[TileBatch]:
         return
     ends = zip(queries.tolist(), keys.tolist(), strict=True)
     sequences = [_Sequence((Interval(*q),), (Interval(*k),)) for q, k in ends]
-    for some in _of_full(sequences) if band == Band.FULL else _disjoint(sequences):
-        lengths = [(_rows(queries), _rows(keys)) for queries, keys in some]
+    for group in _of_full(sequences) if band == Band.FULL else _disjoint(sequences):
+        lengths = [(_length(queries), _length(keys)) for queries, keys in group]
         queries, keys = (
-            np.array([rows for side in sides for rows in side]) for sides in zip(*some, strict=True)
+            np.array([run for side in sides for run in side]) for sides in zip(*group, strict=True)
         )
         yield _call(tile, band, queries, keys, lengths)
 
@@ -153,13 +153,13 @@ def _share_no_row(rows: Ints) -> bool:
 
 def _of_full(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
     """Join full ones by their queries or by their keys, whichever makes fewer lists."""
-    found = _disjoint(_joined(sequences, by_keys=False))
-    if len(found) == 1:
-        return found
-    return min(found, _disjoint(_joined(sequences, by_keys=True)), key=len)
+    by_queries = _disjoint(_join(sequences, by_keys=False))
+    if len(by_queries) == 1:
+        return by_queries
+    return min(by_queries, _disjoint(_join(sequences, by_keys=True)), key=len)
 
 
-def _joined(sequences: Iterable[_Sequence], *, by_keys: bool) -> Iterator[_Sequence]:
+def _join(sequences: Iterable[_Sequence], *, by_keys: bool) -> Iterator[_Sequence]:
     """Join full ones of the same queries, then the queries that see the same keys.
 
     Or the other way round: of the same keys, then the keys that the same queries see.
@@ -168,8 +168,8 @@ def _joined(sequences: Iterable[_Sequence], *, by_keys: bool) -> Iterator[_Seque
     for (queries,), (keys,) in sequences:
         met[keys if by_keys else queries].append(queries if by_keys else keys)
     alike: dict[tuple[Interval, ...], list[Interval]] = defaultdict(list)
-    for rows, others in met.items():
-        alike[tuple(union_of(others))].append(rows)
+    for own, others in met.items():
+        alike[tuple(union_of(others))].append(own)
     for seen, every in alike.items():
         both = seen, tuple(union_of(every))
         yield _Sequence(*both) if by_keys else _Sequence(*reversed(both))
@@ -191,7 +191,7 @@ def _disjoint(sequences: Iterable[_Sequence]) -> list[list[_Sequence]]:
 
 
 def _bits(rows: Iterable[Interval]) -> int:
-    return sum((1 << some.stop) - (1 << some.start) for some in rows)
+    return sum((1 << run.stop) - (1 << run.start) for run in rows)
 
 
 def _runs(rows: Ints) -> tuple[Interval, ...]:
@@ -202,5 +202,5 @@ def _runs(rows: Ints) -> tuple[Interval, ...]:
     return tuple(map(Interval, *ends))
 
 
-def _rows(intervals: Iterable[Interval]) -> int:
-    return sum(rows.length for rows in intervals)
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(interval.length for interval in intervals)

@@ -107,9 +107,9 @@ class _DirectMessages:
     def hops(self, rank: int | None = None) -> list[Hop]:
         """Return all messages, or those that `rank` sends or receives, in the same order."""
         distances, owners, users = self._needed()
-        some = np.full(len(owners), True) if rank is None else (owners == rank) | (users == rank)
-        found = np.stack([distances, owners, users])[:, some]
-        ordered = found[:, np.lexsort((found[2], found[0]))].T.tolist()
+        ours = np.full(len(owners), True) if rank is None else (owners == rank) | (users == rank)
+        messages = np.stack([distances, owners, users])[:, ours]
+        ordered = messages[:, np.lexsort((messages[2], messages[0]))].T.tolist()
         return [self._hop(*needed) for needed in ordered]
 
     def loads(self, sizes: Mapping[Kind, int], local_tokens: int, *, summed: bool = False) -> Loads:

@@ -249,9 +249,9 @@ class Plan:
         come in one order, the same for all ranks.
         """
         ours = [hop for hop in hops if rank in (hop.source, hop.target)]
-        blocks = {step: tuple(filter(len, some)) for step, some in tiles.items()}
+        blocks = {step: tuple(filter(len, of_step)) for step, of_step in tiles.items()}
         busy = {step for hop in ours for step in (hop.leaves, hop.lands)}
-        busy |= {step for step, some in blocks.items() if some}
+        busy |= {step for step, of_step in blocks.items() if of_step}
         number = {step: index for index, step in enumerate(sorted(busy))}
         receives, sends = defaultdict[int, list[Receive]](list), defaultdict[int, list[Send]](list)
         for item, source, target, channel, leaves, lands in ours:

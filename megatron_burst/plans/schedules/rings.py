@@ -89,8 +89,8 @@ class Ring(Schedule):
         """Count what all ranks compute: once a kind of pairs of ranks."""
         has_ends = backward and self.grid.ranks > 1 and not self.gather
         spread = partial(self._spread, end=self.grid.ranks) if has_ends else None
-        found = work_around(self.tiling, self.grid, self.sent, spread)
-        return found.all_at(self._delay) if self.gather else found
+        work = work_around(self.tiling, self.grid, self.sent, spread)
+        return work.all_at(self._delay) if self.gather else work
 
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""

@@ -56,7 +56,7 @@ class Route:
         for number, leg in enumerate(self.legs):
             at[leg.source].append(number)
             at[leg.target].append(number)
-        places = zip(*(found.tolist() for found in np.nonzero(self.ranks == rank)), strict=True)
+        places = zip(*(axis.tolist() for axis in np.nonzero(self.ranks == rank)), strict=True)
         ours = sorted({(owner, leg) for station, owner in places for leg in at[station]})
         owners, legs = np.array(ours, np.int64).reshape(-1, 2).T
         return self._hops(itertools.compress(ours, self.used[legs, owners].tolist()))
@@ -79,16 +79,16 @@ class Route:
         ends_of = self.ranks[sources[first]], self.ranks[targets[first]]
         return Loads(*ends_of, np.outer(times * size[first], rows[0] // local_tokens), *steps)
 
-    def _hops(self, some: Iterable[Sequence[int]]) -> list[Hop]:
+    def _hops(self, pairs: Iterable[Sequence[int]]) -> list[Hop]:
         """Return these messages, by owner and leg."""
-        each = [(owner, self.legs[leg]) for owner, leg in some]
+        each = [(owner, self.legs[leg]) for owner, leg in pairs]
         owners = np.array([owner for owner, _ in each], np.int64)
         ends = np.array([leg[1:3] for _, leg in each], np.int64).reshape(-1, 2).T
         parts = self.parts[[self._pass_of(leg) for _, leg in each], owners]
-        found = zip(each, parts, *self.ranks[ends, owners].tolist(), strict=True)
+        hops = zip(each, parts, *self.ranks[ends, owners].tolist(), strict=True)
         return [
             Hop(Item(leg.kind, owner, part_of(part)), *ends, *leg[3:])
-            for (owner, leg), part, *ends in found
+            for (owner, leg), part, *ends in hops
         ]
 
     def _pass_of(self, leg: Leg) -> int:

@@ -74,12 +74,12 @@ class Schedule(ABC):
 
     def hops(self, rank: int | None = None, *, backward: bool) -> list[Hop]:
         """Return all of them, or those that `rank` sends or receives, each on its communicator."""
-        found = [hop for some in self.messages(backward=backward) for hop in some.hops(rank)]
+        hops = [hop for each in self.messages(backward=backward) for hop in each.hops(rank)]
         return [
             hop._replace(channel=Channel.READ_ACROSS)
             if hop.channel is Channel.READ_WITHIN and self.grid.after(hop.source) != hop.target
             else hop
-            for hop in found
+            for hop in hops
         ]
 
     @abstractmethod

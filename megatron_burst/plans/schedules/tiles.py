@@ -101,7 +101,7 @@ def half_and_quarters(own: Tiles) -> tuple[Tiles, Tiles, Tiles]:
         half, first, second = map(Cells.of, _in_three(*cells))
     else:
         ends = [(0, 0), *(_border(cells, n) for n in (total // 2, total * 3 // 4)), (len(cells), 0)]
-        half, first, second = (_between(cells, *some) for some in pairwise(ends))
+        half, first, second = (_between(cells, *pair) for pair in pairwise(ends))
     return own.having(half), own.having(first), own.having(second)
 
 
@@ -164,8 +164,8 @@ def _is_square(cell: Cell) -> bool:
 
 def _part(cell: Cell, queries: Interval, keys: Interval) -> list[Cell]:
     """Return what is left of a cell for some of its rows, counted in it; [] if nothing is."""
-    found = cell.band.cut(queries, keys)
-    if found is None:
+    cut = cell.band.cut(queries, keys)
+    if cut is None:
         return []
-    queries, keys, band = found
+    queries, keys, band = cut
     return [Cell(queries.shifted(cell.queries.start), keys.shifted(cell.keys.start), band)]

@@ -89,10 +89,10 @@ def flat_grid(ranks: int) -> Grid:
 
 def by_node(nodes: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     """Group the ranks by the node they are on, given the node of each; the first seen is first."""
-    rows: dict[Hashable, list[int]] = {}
+    on_node: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
-        rows.setdefault(node, []).append(rank)
-    return tuple(map(tuple, rows.values()))
+        on_node.setdefault(node, []).append(rank)
+    return tuple(map(tuple, on_node.values()))
 
 
 def choose_grid(topology: Topology, nodes: Sequence[Hashable]) -> tuple[Grid, str]:

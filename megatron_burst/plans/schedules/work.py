@@ -24,9 +24,9 @@ class Work(NamedTuple):
 
     def all_at(self, step: int) -> "Work":
         """Return the same computed in one step."""
-        found = np.zeros((4, step + 1, self.pairs.shape[1]), np.int64)
-        found[:, step] = [column.sum(axis=0) for column in self]
-        return Work(*found)
+        counts = np.zeros((4, step + 1, self.pairs.shape[1]), np.int64)
+        counts[:, step] = [column.sum(axis=0) for column in self]
+        return Work(*counts)
 
 
 def work_around(
@@ -60,9 +60,9 @@ def work_of_pairs(
     """
     seen = tiling.visible
     each = seen.sums(_of_cells(seen.cells))
-    found = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
-    found[: len(queries), :, :3] = each[seen.kinds[queries, keys]]
-    found[: len(queries), :, 3] = _come(queries, found[: len(queries), :, 0] > 0)
+    counts = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
+    counts[: len(queries), :, :3] = each[seen.kinds[queries, keys]]
+    counts[: len(queries), :, 3] = _come(queries, counts[: len(queries), :, 0] > 0)
     if spread:
         of_own = seen.kinds.diagonal()
         own, ranks = np.unique(of_own, return_index=True)
@@ -70,18 +70,18 @@ def work_of_pairs(
             heaviest = each[of_own, 0].argmax()
             shares = _shares(spread(tiling(heaviest, heaviest)))
             for step, share in shares.items():
-                found[step, :, :3] = np.rint(share * each[of_own])
-            return Work(*np.moveaxis(found, -1, 0))
+                counts[step, :, :3] = np.rint(share * each[of_own])
+            return Work(*np.moveaxis(counts, -1, 0))
         for kind, rank in zip(own, ranks.tolist(), strict=True):
-            for step, some in spread(tiling(rank, rank)).items():
-                found[step, of_own == kind, :3] = _sums(some)
-    return Work(*np.moveaxis(found, -1, 0))
+            for step, tiles in spread(tiling(rank, rank)).items():
+                counts[step, of_own == kind, :3] = _sums(tiles)
+    return Work(*np.moveaxis(counts, -1, 0))
 
 
 def _shares(parts: Mapping[int, Sequence[Tiles]]) -> dict[int, NDArray[np.float64]]:
     """Return what share of all pairs, of rows of queries and of keys each step has."""
-    sums = {step: _sums(some) for step, some in parts.items()}
-    return {step: some / np.maximum(1, sum(sums.values())) for step, some in sums.items()}
+    sums = {step: _sums(tiles) for step, tiles in parts.items()}
+    return {step: own / np.maximum(1, sum(sums.values())) for step, own in sums.items()}
 
 
 def _come(queries: NDArray[np.int64], seen: NDArray[np.bool]) -> NDArray[np.bool]:

@@ -63,9 +63,9 @@ class Band:
         """
         left, right, wider = *self.sides, keys - queries
         left = FAR if left - wider >= queries - 1 else left - wider
-        found = Band.of_sides(left, FAR if right + wider >= keys - 1 else right + wider)
-        assert found.reaches_all(queries, keys), "rows that see nothing"
-        return found
+        band = Band.of_sides(left, FAR if right + wider >= keys - 1 else right + wider)
+        assert band.reaches_all(queries, keys), "rows that see nothing"
+        return band
 
     def visible(self, queries: int, keys: int) -> NDArray[np.bool]:
         """Write the tile's mask out: [queries, keys]."""
@@ -134,5 +134,5 @@ def least_tiles(rows: Ints, sides: Ints) -> tuple[NDArray[np.bool], Ints, Ints]:
     left, right = left + shift, right - shift
     left = np.where(left >= stop - start - 1, FAR, left)
     right = np.where(right >= key_stop - key_start - 1, FAR, right)
-    found = np.stack([start, stop, key_start, key_stop], axis=1)
-    return is_seen, found, np.stack([left, right], axis=1)
+    tiles = np.stack([start, stop, key_start, key_stop], axis=1)
+    return is_seen, tiles, np.stack([left, right], axis=1)

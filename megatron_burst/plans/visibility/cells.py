@@ -33,8 +33,8 @@ class Cells:
     def of(cls, cells: Iterable[Cell]) -> "Cells":
         """Return arrays of these."""
         each = [(*queries, *keys, *band.sides) for queries, keys, band in cells]
-        found = np.array(each, np.int64).reshape(-1, 6)
-        return cls(found[:, :4], found[:, 4:])
+        table = np.array(each, np.int64).reshape(-1, 6)
+        return cls(table[:, :4], table[:, 4:])
 
     def __len__(self) -> int:
         return len(self.rows)

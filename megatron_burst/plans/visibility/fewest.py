@@ -21,8 +21,8 @@ def fewest(of: Ints, piece: Ints, cells: Cells) -> tuple[Cells, Ints]:
     """
     order = np.lexsort((cells.rows[:, 2], piece, of))
     given = _Given(of[order], piece[order], cells.select(order))
-    found = _rows_joined(_squares_joined(_keys_joined(given))) if len(cells) else given
-    return found.cells, found.of
+    joined = _join_queries(_join_squares(_join_keys(given))) if len(cells) else given
+    return joined.cells, joined.of
 
 
 class _Given(NamedTuple):
@@ -39,15 +39,15 @@ class _Given(NamedTuple):
         return np.flatnonzero(np.append(True, changes))
 
 
-def _keys_joined(given: _Given) -> _Given:
+def _join_keys(given: _Given) -> _Given:
     """Join neighbouring keys that the same queries see whole."""
     rows, are_full = given.cells.rows, given.cells.are_full
     goes_on = (rows[1:, :2] == rows[:-1, :2]).all(axis=1) & (rows[1:, 2] == rows[:-1, 3])
     goes_on &= are_full[1:] & are_full[:-1]
-    return _joined(given, np.arange(len(rows)), goes_on, rows[:, 3], [3])
+    return _join(given, np.arange(len(rows)), goes_on, rows[:, 3], [3])
 
 
-def _squares_joined(given: _Given) -> _Given:
+def _join_squares(given: _Given) -> _Given:
     """Join pieces that make up a causal square, as those of a document do on one rank."""
     first, rows = given.first, given.cells.rows
     last, size = _lasts(first, len(rows)), _sizes(first, len(rows))
@@ -60,10 +60,10 @@ def _squares_joined(given: _Given) -> _Given:
     goes_on &= (begins[1:] == begins[:-1]) & (rows[last[1:], 0] == stops[:-1])
     goes_on &= np.diff(given.of[first]) == 0
     heads = np.maximum.accumulate(np.where(np.append(False, goes_on), 0, np.arange(len(first))))
-    return _joined(given, first, goes_on & alone[heads[1:]], stops, [1, 3])
+    return _join(given, first, goes_on & alone[heads[1:]], stops, [1, 3])
 
 
-def _rows_joined(given: _Given) -> _Given:
+def _join_queries(given: _Given) -> _Given:
     """Join neighbouring pieces of queries that see the same keys, all of them."""
     first, rows = given.first, given.cells.rows
     size = _sizes(first, len(rows))
@@ -74,10 +74,10 @@ def _rows_joined(given: _Given) -> _Given:
     same_keys = np.logical_and.reduceat((rows[:, 2:] == rows[above, 2:]).all(axis=1), first)
     goes_on = is_whole[1:] & is_whole[:-1] & same_keys[1:] & (size[1:] == size[:-1])
     goes_on &= rows[first[1:], 0] == rows[first[:-1], 1]
-    return _joined(given, first, goes_on, rows[first, 1], [1])
+    return _join(given, first, goes_on, rows[first, 1], [1])
 
 
-def _joined(given: _Given, first: Ints, goes_on: _Bools, stops: Ints, columns: list[int]) -> _Given:
+def _join(given: _Given, first: Ints, goes_on: _Bools, stops: Ints, columns: list[int]) -> _Given:
     """Join groups of cells, which begin at `first`, with the one before, from the second one on.
 
     What is joined has the cells of its first group, with the `stops` of its last one in `columns`.

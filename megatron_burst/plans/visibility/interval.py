@@ -16,7 +16,7 @@ class Interval(NamedTuple):
         return self.stop - self.start
 
     @property
-    def rows(self) -> slice:
+    def as_slice(self) -> slice:
         """The slice that selects these rows."""
         return slice(self.start, self.stop)
 
@@ -27,10 +27,10 @@ class Interval(NamedTuple):
 
 def union_of(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of the intervals as disjoint ones that do not touch, in order."""
-    found: list[Interval] = []
+    union: list[Interval] = []
     for interval in sorted(intervals):
-        if found and interval.start <= found[-1].stop:
-            last = found.pop()
+        if union and interval.start <= union[-1].stop:
+            last = union.pop()
             interval = Interval(last.start, max(last.stop, interval.stop))
-        found.append(interval)
-    return found
+        union.append(interval)
+    return union

@@ -25,8 +25,8 @@ class Pieces:
     step: int  # from position to position
 
     def __getitem__(self, which: slice | NDArray[np.integer | np.bool]) -> "Pieces":
-        rows = self.owner[which], self.first[which], self.stop[which]
-        return Pieces(*rows, self.starts[which], self.lasts[which], self.step)
+        ends = self.owner[which], self.first[which], self.stop[which]
+        return Pieces(*ends, self.starts[which], self.lasts[which], self.step)
 
     @property
     def bounds(self) -> Bounds:

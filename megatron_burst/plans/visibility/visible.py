@@ -58,12 +58,12 @@ class Visible:
 def visible(layout: Layout, mask: Mask) -> Visible:
     """Return what the ranks' queries see of each other's keys."""
     ranks, pieces = layout.ranks, cut_pieces(layout, mask.cuts(layout.tokens))
-    found = _kinds(pieces, mask, ranks, layout.tokens)
-    if found is None:
+    compared = _kinds(pieces, mask, ranks, layout.tokens)
+    if compared is None:
         pairs = _all_pairs(pieces, mask, layout.tokens)
         of = pieces.owner[pairs.queries] * ranks + pieces.owner[pairs.keys]
-        found = np.arange(ranks**2).reshape(ranks, ranks), of, pairs
-    kinds, of, pairs = found
+        compared = np.arange(ranks**2).reshape(ranks, ranks), of, pairs
+    kinds, of, pairs = compared
     is_seen, cells = _cells(pieces, mask, pairs)
     return Visible.of(kinds, *fewest(of[is_seen], pairs.queries[is_seen], cells))
 
@@ -92,7 +92,7 @@ def repeated(one: Visible, lengths: Ints) -> Visible:
 
 def _all_pairs(pieces: Pieces, mask: Mask, tokens: int) -> _Pairs:
     """Return all pieces that see each other."""
-    order, found = np.argsort(pieces.starts), list[_Pairs]()
+    order, pairs = np.argsort(pieces.starts), list[_Pairs]()
     every = pieces[order]
     for begin in range(0, len(order), _QUERIES):
         queries = every[begin : begin + _QUERIES]
@@ -100,8 +100,8 @@ def _all_pairs(pieces: Pieces, mask: Mask, tokens: int) -> _Pairs:
         near = np.flatnonzero((every.lasts >= low) & (every.starts <= high))
         table = mask.overview(queries.bounds, every[near].bounds, tokens)
         q, k = table.nonzero()
-        found.append(_Pairs(order[begin + q], order[near[k]], table[q, k] == FULLY))
-    return _Pairs(*map(np.concatenate, zip(*found, strict=True)))
+        pairs.append(_Pairs(order[begin + q], order[near[k]], table[q, k] == FULLY))
+    return _Pairs(*map(np.concatenate, zip(*pairs, strict=True)))
 
 
 def _kinds(
@@ -133,11 +133,11 @@ def _kinds(
     of, *places = np.indices((len(examples), count, count)).reshape(3, -1)
     query, key = np.array(np.divmod(examples, ranks))[:, of] * count + places
     seen = table[query, key]
-    some = seen != NOT
+    is_seen = seen != NOT
     return (
         kinds.reshape(ranks, ranks),
-        of[some],
-        _Pairs(query[some], key[some], seen[some] == FULLY),
+        of[is_seen],
+        _Pairs(query[is_seen], key[is_seen], seen[is_seen] == FULLY),
     )
 
 

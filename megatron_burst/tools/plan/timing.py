@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.kv_or_latents import choose_keys
+from megatron_burst.plans.choice.kv_or_latents import choose_kv
 from megatron_burst.plans.choice.planning import Choice, Offer
 from megatron_burst.plans.choice.timing import Links, PassTime, exchange, pass_time
 from megatron_burst.plans.schedules.plan import Item, Kind, Plan
@@ -83,7 +83,7 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
     """
     links = Links(ring.nodes, replace(ring.shape, latents=None), ring.machine, ring.beside)
     given = ring.config, _tiling(ring.layout, ring.mask), ring.grid, links
-    return choose_keys(*given, ring.shape.latents, ring.config.memory_limit(ring.card))[:2]
+    return choose_kv(*given, ring.shape.latents, ring.config.memory_limit(ring.card))[:2]
 
 
 @lru_cache(maxsize=64)
