@@ -29,9 +29,9 @@ class AgreedCalls:
             ValueError: other ranks are asked for something else, do something else, or cannot.
             CommunicationError: one did not come in time, or failed before.
         """
-        found = self._known.pop(given, None)
-        is_new = found is None
-        said, prepared = found or self._prepare(given, prepare)
+        known = self._known.pop(given, None)
+        is_new = known is None
+        said, prepared = known or self._prepare(given, prepare)
         if (agreement := self._communicator.agreement) is not None:
             by_host = self._communicator.is_by_gloo(given.q[2])
             try:

@@ -158,25 +158,26 @@ def ring_attention(
         check_scores(q, scale, soft_cap, sink)
         return _prepare(q, k, v, context, given, latents, memory)
 
-    found = context.agreed(given, prepare)
+    prepared = context.agreed(given, prepare)
+    call, exchange = prepared.call, prepared.exchange
     if scale <= 0:  # kernels hide a score by -inf before they scale it; see `_prepare`
         q = -q if scale else 0 * q
-    if found.exchange is not None:
-        if found.copies > 1:
-            k, v = (x.repeat_interleave(found.copies, dim=2) for x in (k, v))
+    if exchange is not None:
+        if prepared.copies > 1:
+            k, v = (x.repeat_interleave(prepared.copies, dim=2) for x in (k, v))
         if sink is not None:
-            sink = sink.chunk(found.exchange.ranks)[found.exchange.rank]  # as the query heads are
-        q, k, v = found.exchange.to_heads(q, k, v)
-    made_of = latents if found.call.sends_latents else None
+            sink = sink.chunk(exchange.ranks)[exchange.rank]  # as the query heads are
+        q, k, v = exchange.to_heads(q, k, v)
+    made_of = latents if call.sends_latents else None
     latent = (None, None) if made_of is None else made_of.differentiable
     add = None if made_of is None else made_of.add_weight_gradient
-    out, lse = _RingAttention.apply(q, k, v, *latent, sink, found.chunks, found.call, memory, add)
-    if found.exchange is None:
+    out, lse = _RingAttention.apply(q, k, v, *latent, sink, prepared.chunks, call, memory, add)
+    if exchange is None:
         return (out, lse) if return_lse else out
     if not return_lse:
-        return found.exchange.to_tokens(out)[0]
-    (rows,) = found.exchange.to_tokens(lse.transpose(1, 2)[..., None])
-    return found.exchange.to_tokens(out)[0], rows[..., 0].transpose(1, 2)
+        return exchange.to_tokens(out)[0]
+    (lse_BSH1,) = exchange.to_tokens(lse.transpose(1, 2)[..., None])
+    return exchange.to_tokens(out)[0], lse_BSH1[..., 0].transpose(1, 2)
 
 
 def _kind(x: Tensor) -> KindOfTensor:
@@ -231,12 +232,12 @@ class _RingAttention(torch.autograd.Function):
         memory: AttentionMemory | None,
         add_weight_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
-        if call.moves_keys and latent is None and chunks == 1:
+        if call.moves_kv and latent is None and chunks == 1:
             k, v = side_by_side((k, v))  # as they travel, in both passes
         q, k, v = (x.contiguous() for x in (q, k, v))  # for the kernels' sake
 
         def one_chunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Block:
-            return forward(q, _keys(latent, weight, call, k, v), call, sink)
+            return forward(q, _kv(latent, weight, call, k, v), call, sink)
 
         with call.communicator.in_pass("forward"):
             out, lse = in_chunks(chunks, "forward", one_chunk, q, k, v, sink)
@@ -264,19 +265,19 @@ class _RingAttention(torch.autograd.Function):
             dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
         ) -> tuple[Tensor | None, ...]:
             wants_weight = add is not None or ctx.needs_input_grad[4]
-            keys = _keys(latent, weight, call, k, v, wants_weight)
-            return *backward(dout, q, keys, out, lse, call), keys.weight_gradient
+            kv = _kv(latent, weight, call, k, v, wants_weight)
+            return *backward(dout, q, kv, out, lse, call), kv.weight_gradient
 
         with call.communicator.in_pass("backward"):
-            found = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
-        *gradients, dweight = found
+            grads = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
+        *gradients, dweight = grads
         if dweight is not None and add is not None:
             add(dweight)
             dweight = None
         return *gradients, dweight, dsink, None, None, None, None
 
 
-def _keys(
+def _kv(
     latent: Tensor | None,
     weight: Tensor | None,
     call: AttentionPlan,

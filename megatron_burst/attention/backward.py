@@ -12,7 +12,7 @@ from megatron_burst.transport.lowered import Block
 
 
 def backward(
-    dout: Tensor, q: Tensor, keys: KeysAndValues, out: Tensor, lse: Tensor, call: AttentionPlan
+    dout: Tensor, q: Tensor, kv: KeysAndValues, out: Tensor, lse: Tensor, call: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of this rank's q, k, v and latent in the dtype of q."""
     plan = call.backward_plan
@@ -20,7 +20,7 @@ def backward(
     if call.moves_queries:
         query = (q, dout, lse, surrogate_factor(dout, out))
     surrogates: dict[Item, Tensor] = {}  # the last visitor's alone
-    sums = keys.sums(q, call.wire)
+    sums = kv.sums(q, call.wire)
 
     def differentiate(launch: Launch, blocks: Blocks, leaves_room: bool) -> Block:
         query_item, key_item = launch.tile.blocks
@@ -28,12 +28,12 @@ def backward(
         if query_item.owner != plan.rank and query_item not in surrogates:
             surrogates.clear()  # before the next one is made
             surrogates[query_item] = surrogate_output(dout, *factor)
-        k, v = keys.read(key_item, blocks[key_item])
+        k, v = kv.read(key_item, blocks[key_item])
         finished = dout, surrogates.get(query_item, out), lse
         tile = call.of_rows(launch, q, k, v)
         return call.kernel.backward(tile, *rows_of(finished, launch.queries))
 
-    own = {Kind.QUERY: query, Kind.KV: keys.sent}
+    own = {Kind.QUERY: query, Kind.KV: kv.sent}
     run("backward", plan, call.backward_launches, own, sums, call, differentiate)
     own_sums = (Item(kind, plan.rank) for kind in (Kind.D_QUERY, Kind.D_KV))
     dq, dk, dv, *dlatent = (x for item in own_sums for x in sums.release(item, q.dtype))

@@ -32,7 +32,7 @@ class AttentionPlan:
     backward_launches: Launches = field(kw_only=True)
     parts: Parts = field(default_factory=dict)
     is_direct: bool = False  # whether a pass is a direct exchange
-    moves_keys: bool = False  # in either pass
+    moves_kv: bool = False  # in either pass
     moves_queries: bool = False  # in the backward
     choice: str = ""  # how messages go, in words that are the same on all ranks
     known: dict[tuple[str, int], tuple[Plan, Lowered]] = field(default_factory=dict)

@@ -224,7 +224,7 @@ def _connections(groups: Groups, ranks: Sequence[int], heads: HeadGroups, rank: 
     number, index = heads.coordinates(rank)
     numbers = dict.fromkeys(groups.channels, heads.ring(index))
     numbers[Channel.HEADS] = heads.groups[number]
-    known = {channel: [ranks[n] for n in some] for channel, some in numbers.items()}
+    known = {channel: [ranks[n] for n in members] for channel, members in numbers.items()}
     connections = Connections(groups.channels, known)
     connections.make()
     return connections

@@ -12,17 +12,17 @@ from megatron_burst.transport.lowered import Block
 
 
 def forward(
-    q: Tensor, keys: KeysAndValues, call: AttentionPlan, sink: Tensor | None = None
+    q: Tensor, kv: KeysAndValues, call: AttentionPlan, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's (out [B,S,H,dv], lse [B,H,S])."""
     plan = call.forward_plan
-    sums = PartialOutputs(plan.rank, q, keys.own[1].shape[-1])
+    sums = PartialOutputs(plan.rank, q, kv.own[1].shape[-1])
 
     def attend(launch: Launch, blocks: Blocks, leaves_room: bool) -> Block:
         query_item, key_item = launch.tile.blocks
-        (q,), (k, v) = blocks[query_item], keys.read(key_item, blocks[key_item])
+        (q,), (k, v) = blocks[query_item], kv.read(key_item, blocks[key_item])
         return call.kernel.forward(call.of_rows(launch, q, k, v, leaves_room))
 
-    own: dict[Kind, Block] = {Kind.QUERY: (q,), Kind.KV: keys.sent}
+    own: dict[Kind, Block] = {Kind.QUERY: (q,), Kind.KV: kv.sent}
     run("forward", plan, call.forward_launches, own, sums, call, attend)
     return sums.finish(sink)

@@ -60,8 +60,8 @@ def _chunk(x: Tensor | None, chunks: int, n: int) -> Tensor | None:
     """Return a chunk of the heads: a view of what is large, contiguous where kernels want it."""
     if x is None or chunks == 1:
         return x
-    found = _of(x, chunks, n)
-    return found if x.ndim == 4 else found.contiguous()
+    heads = _of(x, chunks, n)
+    return heads if x.ndim == 4 else heads.contiguous()
 
 
 def _of(x: Tensor, chunks: int, n: int) -> Tensor:

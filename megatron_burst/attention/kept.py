@@ -18,8 +18,8 @@ class Recent[Key: Hashable, Value](dict[Key, Value]):
 
     def recall(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return what is kept, or make it."""
-        found = self.pop(key, None)
-        return self.keep(key, make() if found is None else found)
+        value = self.pop(key, None)
+        return self.keep(key, make() if value is None else value)
 
     def keep(self, key: Key, value: Value) -> Value:
         """Put a value last, forget the first, and return it."""

@@ -133,10 +133,10 @@ class _LatentSums(Sums):
     once: one product a block, however many tiles it has.
     """
 
-    def __init__(self, rank: int, q: Tensor, keys: ExpandedLatents, wire: WireDtypes) -> None:
-        super().__init__(rank, {Kind.D_QUERY: (q,), Kind.D_KV: keys.sent}, wire)
-        self._own = Sums(rank, {Kind.D_KV: keys.own}, WireDtypes())
-        self._keys = keys
+    def __init__(self, rank: int, q: Tensor, kv: ExpandedLatents, wire: WireDtypes) -> None:
+        super().__init__(rank, {Kind.D_QUERY: (q,), Kind.D_KV: kv.sent}, wire)
+        self._own = Sums(rank, {Kind.D_KV: kv.own}, WireDtypes())
+        self._kv = kv
         self._visitor: tuple[Item, Block] | None = None
 
     def add(self, item: Item, rows: Rows, parts: Block) -> None:
@@ -146,7 +146,7 @@ class _LatentSums(Sums):
             return
         if item.owner != self._rank and (self._visitor is None or self._visitor[0] != item):
             self.end_step()
-            self._visitor = item, self._keys.visitor
+            self._visitor = item, self._kv.visitor
         self._own.add(item, rows, parts)
 
     def end_step(self) -> None:
@@ -155,16 +155,16 @@ class _LatentSums(Sums):
             item, latents = self._visitor
             self._visitor = None
             rows, (dk, dv) = self._own.pop(item)
-            super().add(item, rows, self._keys.reduce(rows, latents, dk, dv))
+            super().add(item, rows, self._kv.reduce(rows, latents, dk, dv))
 
     def total(self, item: Item) -> Block:
         """Return of keys dk and dv of the own tiles, with the visits of the rotary key; and dc."""
-        found = super().total(item)
+        total = super().total(item)
         if item.kind is not Kind.D_KV:
-            return found
-        (dk, dv), (dlatent, drotary) = self._own.total(item), found
+            return total
+        (dk, dv), (dlatent, drotary) = self._own.total(item), total
         dk = dk.to(drotary.dtype)
-        dk[:, :, :1, self._keys.content_dim :] += drotary  # all heads' is one
+        dk[:, :, :1, self._kv.content_dim :] += drotary  # all heads' is one
         return dk, dv, dlatent[:, :, 0]
 
 

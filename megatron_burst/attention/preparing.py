@@ -132,7 +132,7 @@ def _plan(context: BurstContext, signature: CallSignature) -> AttentionPlan:
         backward_launches=backward,
         parts=own_parts(plans, signature.device),
         is_direct=choice.is_direct,
-        moves_keys=any(Kind.KV in plan.moved for plan in plans),
+        moves_kv=any(Kind.KV in plan.moved for plan in plans),
         moves_queries=Kind.QUERY in plans[1].moved,
         choice=said,
     )

@@ -63,9 +63,9 @@ class Sums:
 
     def collect(self, launch: Launch, results: Block) -> None:
         """Add what a kernel launch has returned; the tensors become ours."""
-        (dq, *of_keys), (query, key) = results, launch.tile.gradients
+        (dq, *d_kv), (query, key) = results, launch.tile.gradients
         self.add(query, launch.queries, (dq,))
-        self.add(key, launch.keys, tuple(of_keys))
+        self.add(key, launch.keys, tuple(d_kv))
 
     def end_step(self) -> None:
         """The tiles of a step, or of a block, have added all that they had."""
@@ -92,8 +92,8 @@ class Sums:
                 fused.add(view, part, index)
             return
         sums = rows_of(total, rows)
-        for some, part in zip(sums, parts, strict=True):
-            some += part
+        for target, part in zip(sums, parts, strict=True):
+            target += part
         write_rows(total, rows, sums)
 
     def pop(self, item: Item) -> tuple[Rows, Block]:
@@ -190,13 +190,13 @@ class PartialOutputs(Sums):
             views, index = views_of(total, rows)
             fused.merge(*views, out_BSHD, lse_BHS, index)
             return
-        total_out, total_lse = some = rows_of(total, rows)
+        total_out, total_lse = sums = rows_of(total, rows)
         merged = torch.logaddexp(total_lse, lse_BHS)
         finite = merged.clamp_min(torch.finfo(merged.dtype).min)  # -inf - -inf would be NaN
         total_out.mul_((total_lse - finite).exp().mT[..., None])  # [B, S, H, 1]
         total_out.addcmul_((lse_BHS - finite).exp().mT[..., None], out_BSHD)
         total_lse.copy_(merged)
-        write_rows(total, rows, some)
+        write_rows(total, rows, sums)
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of the rank's own queries, each head's sink among the scores."""
