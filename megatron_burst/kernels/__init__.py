@@ -72,8 +72,8 @@ def passed_over(chosen: Kernel, request: Request) -> str:
         if kernel.name in KERNELS  # a padded one has the same reasons
     }
     elsewhere = f"the tensors are on {request.device.type}"
-    found = {name: reasons for name, reasons in against.items() if elsewhere not in reasons}
-    return "; ".join(f"not {name}: {', '.join(reasons)}" for name, reasons in found.items())
+    objections = {name: reasons for name, reasons in against.items() if elsewhere not in reasons}
+    return "; ".join(f"not {name}: {', '.join(reasons)}" for name, reasons in objections.items())
 
 
 def check_kernel_name(name: str) -> None:

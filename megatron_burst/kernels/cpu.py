@@ -53,9 +53,9 @@ def _stripes(tile: KernelInput) -> Iterator[tuple[slice, slice, KernelInput, Ten
     queries, every_key = tile.q.shape[1], Interval(0, tile.k.shape[1])
     for start in range(0, queries, _STRIPE_ROWS):
         stop = min(start + _STRIPE_ROWS, queries)
-        found = tile.band.cut(Interval(start, stop), every_key)
-        assert found  # every query of a tile sees a key
-        rows, keys, band = found
+        stripe = tile.band.cut(Interval(start, stop), every_key)
+        assert stripe  # every query of a tile sees a key
+        rows, keys, band = stripe
         mask = None
         if band != Band.FULL:
             visible = torch.from_numpy(band.visible(rows.length, keys.length))

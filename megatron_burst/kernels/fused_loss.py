@@ -125,8 +125,8 @@ def logit_statistics(
     """
     tokens, rows = logits.shape
     tensors, sums = (out_statistics, out_best, logits, column), len(out_statistics) == 4 + entropy
-    asked, sizes = {"ENTROPY": entropy, "SUMS": sums}, {"ROWS": rows, "BLOCK": _COLUMNS}
-    _statistics[tokens,](*tensors, tokens, scale, cap, CAPPED=cap > 0.0, **asked, **sizes)
+    flags, sizes = {"ENTROPY": entropy, "SUMS": sums}, {"ROWS": rows, "BLOCK": _COLUMNS}
+    _statistics[tokens,](*tensors, tokens, scale, cap, CAPPED=cap > 0.0, **flags, **sizes)
 
 
 @operator("logits")

@@ -20,13 +20,13 @@ class Package:
 
     def reasons_against(self) -> list[str]:
         """Return why the package cannot be used: it is missing, or of another version."""
-        found = installed_version(self.distribution)
+        installed = installed_version(self.distribution)
         wanted = f"at least {self.at_least} and below {self.below}"
-        if found is None:
+        if installed is None:
             return [f"the package {self.distribution} ({wanted}) is not installed"]
-        version = TorchVersion(found)
+        version = TorchVersion(installed)
         if version < self.at_least or version >= self.below:
-            return [f"{self.distribution} {found} is installed, not {wanted}"]
+            return [f"{self.distribution} {installed} is installed, not {wanted}"]
         return []
 
     def import_reasons(self) -> list[str]:

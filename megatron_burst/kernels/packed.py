@@ -83,6 +83,6 @@ def lengths_of(call: KernelInput) -> dict[str, Any]:
     return {
         "cu_seqlens_q": call.packing.query_begins,
         "cu_seqlens_k": call.packing.key_begins,
-        "max_seqlen_q": max(call.packing.queries),
-        "max_seqlen_k": max(call.packing.keys),
+        "max_seqlen_q": max(call.packing.query_lengths),
+        "max_seqlen_k": max(call.packing.key_lengths),
     }

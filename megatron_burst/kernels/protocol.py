@@ -31,8 +31,8 @@ class Request:
 class Packing:
     """How several tiles lie one after the other in the tensors of a call."""
 
-    queries: Sequence[int]  # rows of each
-    keys: Sequence[int]
+    query_lengths: Sequence[int]  # rows of each
+    key_lengths: Sequence[int]
     query_begins: Tensor  # int32: where each begins, of all of the batch in turn, and the end
     key_begins: Tensor
 
@@ -82,7 +82,7 @@ class KernelInput:
         """Yield the tiles of a packing one by one, each with its queries, as slices."""
         assert self.packing is not None
         query = key = 0
-        for queries, keys in zip(self.packing.queries, self.packing.keys, strict=True):
+        for queries, keys in zip(self.packing.query_lengths, self.packing.key_lengths, strict=True):
             rows, seen = slice(query, query + queries), slice(key, key + keys)
             tensors = self.q[:, rows], self.k[:, seen], self.v[:, seen]
             band = self.band.of_corner(queries, keys)
