@@ -32,8 +32,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
     Not every torch lets what it is wrapped in say whether operations can be posted together.
     """
-    found = group._get_backend(device)
-    return getattr(found, "wrapped_pg", found)
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def nccl_limit(group: dist.ProcessGroup | None, usual: float) -> Limit:
@@ -41,7 +41,7 @@ def nccl_limit(group: dist.ProcessGroup | None, usual: float) -> Limit:
     options = getattr(nccl_of(group), "options", None)
 
     def limit() -> float:
-        found = getattr(options, "_timeout", None)
-        return found.total_seconds() if found else usual
+        timeout = getattr(options, "_timeout", None)
+        return timeout.total_seconds() if timeout else usual
 
     return limit

@@ -70,21 +70,21 @@ def members_of_channels(grid: Grid, heads: HeadGroups) -> dict[Channel, Members]
     def of_rings(lines: Iterable[Sequence[int]]) -> Members:
         return tuple(tuple(ring[i] for i in line) for line in lines for ring in rings)
 
-    found: dict[Channel, Members] = {}
+    members: dict[Channel, Members] = {}
     if grid.ranks_per_node > 1:
         within = Channel.READ_WITHIN, Channel.READ_ACROSS, Channel.GRADIENT_WITHIN
-        found |= dict.fromkeys(
+        members |= dict.fromkeys(
             within if grid.ranks_per_node > 2 else within[::2], of_rings(grid.rows)
         )
     if grid.nodes > 1:
         columns = of_rings([*zip(*grid.rows, strict=True)])
-        found |= dict.fromkeys((Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN), columns)
+        members |= dict.fromkeys((Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN), columns)
     if min(grid.nodes, grid.ranks_per_node) > 1:
         direct = of_rings([range(grid.ranks)])
-        found |= dict.fromkeys((Channel.READ_DIRECT, Channel.GRADIENT_DIRECT), direct)
+        members |= dict.fromkeys((Channel.READ_DIRECT, Channel.GRADIENT_DIRECT), direct)
     if heads.size > 1:
-        found[Channel.HEADS] = heads.groups
-    return found
+        members[Channel.HEADS] = heads.groups
+    return members
 
 
 def make_groups(
@@ -106,24 +106,24 @@ def make_groups(
     assert dist.group.WORLD is not None
     ranks = dist.get_process_group_ranks(group)
     ours = tuple(
-        (channel, tuple(ranks[rank] for rank in some))
+        (channel, tuple(ranks[rank] for rank in group_ranks))
         for channel, members in members_of_channels(grid, heads).items()
-        for some in members
+        for group_ranks in members
     )
     every = gather_objects(dist.group.WORLD, _MAKE, (tuple(ranks), ours), timeout_seconds)
-    limit, found = timedelta(seconds=timeout_seconds), dict[Channel, dist.ProcessGroup]()
+    limit, channels = timedelta(seconds=timeout_seconds), dict[Channel, dist.ProcessGroup]()
     for whose, wanted in dict.fromkeys(every):
-        for channel, some in wanted:
+        for channel, group_ranks in wanted:
             options = None
-            if dist.get_rank() in some and backends(None).get("cuda") == dist.Backend.NCCL:
-                most = max_ctas(channel, len(some), local)
+            if dist.get_rank() in group_ranks and backends(None).get("cuda") == dist.Backend.NCCL:
+                most = max_ctas(channel, len(group_ranks), local)
                 options = options_like((group, *(hierarchy or ())), limit, most)
             said = f"burst {channel}"
-            made = dist.new_group(some, limit, pg_options=options, group_desc=said)
-            if dist.get_rank() in some:
-                found[channel] = made
+            made = dist.new_group(group_ranks, limit, pg_options=options, group_desc=said)
+            if dist.get_rank() in group_ranks:
+                channels[channel] = made
         said = "burst agreement"
         made = dist.new_group(whose, limit, backend=dist.Backend.GLOO, group_desc=said)
         if dist.get_rank() in whose:
             agreement = made
-    return Groups(found, agreement)
+    return Groups(channels, agreement)

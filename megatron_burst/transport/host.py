@@ -105,8 +105,8 @@ class Stored:
     @property
     def _on_card(self) -> list[Tensor]:
         """What was taken, where all of it still exists."""
-        found = [x for taken in self._taken if (x := taken()) is not None]
-        return found if len(found) == len(self._taken) else []
+        tensors = [x for taken in self._taken if (x := taken()) is not None]
+        return tensors if len(tensors) == len(self._taken) else []
 
     def fetch(self) -> None:
         """Start to bring them back, unless they are still there or on their way."""
@@ -153,9 +153,9 @@ class PinnedBuffers:
             count = slab_count(size, self._taken[size])
             slab = torch.empty(size * count, dtype=torch.uint8, pin_memory=True)
             self._free[size] += slab.split(size)
-        found = min(large, default=size)
-        self._taken[found] += 1
-        return self._free[found].pop()
+        fitting = min(large, default=size)
+        self._taken[fitting] += 1
+        return self._free[fitting].pop()
 
     def give(self, buffers: Sequence[Tensor]) -> None:
         """Take buffers back."""
@@ -166,11 +166,11 @@ class PinnedBuffers:
 
 def pinned_bytes(nbytes: float, count: int) -> int:
     """Return what so many tensors of a size take in slabs."""
-    size, there, found = _rounded(nbytes), 0, 0
+    size, there, total = _rounded(nbytes), 0, 0
     while there < count:
         more = slab_count(size, there)
-        there, found = there + more, found + 2 ** math.ceil(math.log2(more * size))
-    return found
+        there, total = there + more, total + 2 ** math.ceil(math.log2(more * size))
+    return total
 
 
 def slab_count(size: int, there: int) -> int:

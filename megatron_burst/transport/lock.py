@@ -103,11 +103,11 @@ def _this_process() -> dict[str, str]:
 def _holder(lock: int) -> dict[str, str]:
     """Return what the holder wrote; it may be about to."""
     try:
-        found = json.loads(os.pread(lock, 4096, 0))
+        written = json.loads(os.pread(lock, 4096, 0))
     except ValueError:
-        found = {}
-    holder = {name: str(found.get(name, "?")) for name in _this_process()}
-    holder["job"] = f", of Slurm job {found['slurm']}" if found.get("slurm") else ""
+        written = {}
+    holder = {name: str(written.get(name, "?")) for name in _this_process()}
+    holder["job"] = f", of Slurm job {written['slurm']}" if written.get("slurm") else ""
     return holder
 
 

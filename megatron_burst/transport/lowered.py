@@ -168,34 +168,34 @@ class Lowered:
     def steps_in(self, memory: Tensor) -> list[LoweredStep]:
         """Return the steps, with all places in this memory: uint8, at least `size`."""
         arrivals: dict[int, list[tuple[Item, Block]]] = defaultdict(list)
-        found = []
+        steps = []
         for number, step in enumerate(self._plan.steps):
             batches = defaultdict[tuple[int, int], list[Transfer]](list)
             moved: list[Transfer] = [*step.receives, *step.sends]
             for transfer in moved:
                 # All ranks post in this order: NCCL wants one over all communicators of a device.
                 batches[_CHANNELS.index(transfer.channel), transfer.lands].append(transfer)
-            posted = [some for _, some in sorted(batches.items(), key=lambda each: each[0])]
-            for receive in (t for some in posted for t in some if isinstance(t, Receive)):
+            posted = [batch for _, batch in sorted(batches.items(), key=lambda each: each[0])]
+            for receive in (t for batch in posted for t in batch if isinstance(t, Receive)):
                 block = self._place(number, receive).tensors_in(memory)
                 arrivals[receive.lands].append((receive.item, block))
             writes = [
                 (send.item, self._place(number, send).tensors_in(memory))
                 for send in self._writes[number]
             ]
-            lowered = [self._batch(number, some) for some in posted]
-            found.append(LoweredStep(writes, lowered, arrivals[number]))
-        return found
+            lowered = [self._batch(number, batch) for batch in posted]
+            steps.append(LoweredStep(writes, lowered, arrivals[number]))
+        return steps
 
-    def _batch(self, number: int, some: Sequence[Transfer]) -> Batch:
+    def _batch(self, number: int, transfers: Sequence[Transfer]) -> Batch:
         messages, sent = [], 0
-        for transfer in some:
+        for transfer in transfers:
             is_in_place = isinstance(transfer, Send) and self._is_in_place(transfer)
             place = None if is_in_place else self._place(number, transfer)
             messages.append(Message(transfer, place))
             sent += isinstance(transfer, Send) and Place(self._forms[transfer.item]).payload
         where = f"{self.name} step {number}"
-        return Batch(where, some[0].channel, some[0].lands, messages, sent, self._name_of)
+        return Batch(where, transfers[0].channel, transfers[0].lands, messages, sent, self._name_of)
 
     def _is_in_place(self, send: Send) -> bool:
         kind, owner, part, target = send.item

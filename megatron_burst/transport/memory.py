@@ -88,9 +88,9 @@ def side_by_side(block: Block) -> Block:
         return block
     place = Place(forms_of(block))
     piece = torch.empty(place.end, dtype=torch.uint8, device=block[0].device)
-    found = place.tensors_in(piece)
-    write(found, block)
-    return found
+    packed = place.tensors_in(piece)
+    write(packed, block)
+    return packed
 
 
 def write(into: Block, block: Block) -> None:
@@ -104,17 +104,17 @@ def message_of(block: Block) -> Tensor:
     On a GPU that is an alias which torch's allocator does not own, so that NCCL's group records
     nothing. That is safe: the stream on which it is freed has waited for the message before.
     """
-    found = _bytes_of(side_by_side(block))
-    assert found is not None
-    return _alias(found)
+    data = _bytes_of(side_by_side(block))
+    assert data is not None
+    return _alias(data)
 
 
-def _alias(found: Tensor) -> Tensor:
+def _alias(data: Tensor) -> Tensor:
     """Return an alias of bytes on a GPU, of their storage from its begin; others as they are."""
-    if type(found) is not Tensor or not found.is_cuda:
-        return found
-    begin = int(found.storage_offset())
-    whole = found.as_strided((begin + found.nbytes,), (1,), 0)
+    if type(data) is not Tensor or not data.is_cuda:
+        return data
+    begin = int(data.storage_offset())
+    whole = data.as_strided((begin + data.nbytes,), (1,), 0)
     return torch.from_dlpack(whole)[begin:]
 
 

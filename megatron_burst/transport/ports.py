@@ -7,15 +7,15 @@ SYSFS = Path("/sys/class")
 
 def network(sysfs: Path = SYSFS) -> list[dict[str, str]]:
     """Return InfiniBand and RoCE ports, and network devices that say how fast they are."""
-    found = []
+    ports = []
     for port in sorted(sysfs.glob("infiniband/*/ports/*")):
         name = f"{port.parts[-3]}:{port.name}"
-        found.append({"name": name, "state": _text(port / "state"), "rate": _text(port / "rate")})
+        ports.append({"name": name, "state": _text(port / "state"), "rate": _text(port / "rate")})
     for device in sorted(sysfs.glob("net/*")):
         if (speed := _text(device / "speed")) and speed != "-1":
             state = _text(device / "operstate")
-            found.append({"name": device.name, "state": state, "rate": f"{speed} Mb/s"})
-    return found
+            ports.append({"name": device.name, "state": state, "rate": f"{speed} Mb/s"})
+    return ports
 
 
 def fastest_ports(sysfs: Path = SYSFS) -> dict[str, float]:

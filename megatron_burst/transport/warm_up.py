@@ -42,7 +42,7 @@ class Connections:
         ranks: Mapping[Channel, Sequence[int]],
     ) -> None:
         by_nccl = ((c, nccl_of(channels[c])) for c in Channel if c in channels)
-        self._backends = {c: found for c, found in by_nccl if found is not None}
+        self._backends = {c: backend for c, backend in by_nccl if backend is not None}
         self._channels, self._ranks, self._known = channels, ranks, set[Way]()
         self._rank = dist.get_rank() if self._backends else 0
         # A mesh of one node reads across it, too.
@@ -83,8 +83,8 @@ class Connections:
         self._known.update(ways)
         with _said_memory(len(ways), "connections"):
             for channel in self._backends:  # in one order on all ranks
-                for some in self._batches(channel, [way for way in ways if way.channel is channel]):
-                    self._connect(channel, some)
+                for part in self._batches(channel, [way for way in ways if way.channel is channel]):
+                    self._connect(channel, part)
 
     def _ways(self, plans: Iterable[Plan]) -> Iterable[Way]:
         """Return each way once, in the order of the plans."""
@@ -98,12 +98,12 @@ class Connections:
     def _batches(self, channel: Channel, ways: Sequence[Way]) -> list[list[Way]]:
         """Part them by how far the receiver is behind the sender: alike at both ends."""
         place = {rank: number for number, rank in enumerate(self._ranks[channel])}
-        found: dict[int, list[Way]] = {}
+        batches: dict[int, list[Way]] = {}
         for way in ways:
             behind = place[way.peer] - place[self._rank]
             number = (behind if way.sends else -behind) % len(place) // MOST_PEERS
-            found.setdefault(number, []).append(way)
-        return [found[number] for number in sorted(found)]
+            batches.setdefault(number, []).append(way)
+        return [batches[number] for number in sorted(batches)]
 
     def _connect(self, channel: Channel, ways: Sequence[Way]) -> None:
         group, operations = self._channels[channel], list[dist.P2POp]()
