@@ -185,10 +185,10 @@ def _saved(directory: Path, recorded: int | None) -> list[str]:
     """The folder of the recorded iteration, then those before it, from the newest on."""
     paths = directory.iterdir() if directory.is_dir() else ()
     names = (re.fullmatch("iter_([0-9]{7,15})", path.name) for path in paths)
-    found = sorted((int(name[1]) for name in names if name), reverse=True)
+    iterations = sorted((int(name[1]) for name in names if name), reverse=True)
     if recorded is not None:
-        found = [recorded, *(each for each in found if each < recorded)]
-    return [f"iter_{iteration:07d}" for iteration in found]
+        iterations = [recorded, *(each for each in iterations if each < recorded)]
+    return [f"iter_{iteration:07d}" for iteration in iterations]
 
 
 @functools.cache  # Megatron asks more than once; a save clears it
@@ -250,9 +250,9 @@ def _missing_tensors(folder: Path) -> str | None:
         return f"{reading} cannot be read: {type(error).__name__}: {error}"
     for name, size in sorted(needed.items()):
         file = folder / name
-        found = file.stat().st_size if file.is_file() else 0
-        if found < size:
-            return f"{name} has {found} of {size} bytes"
+        actual = file.stat().st_size if file.is_file() else 0
+        if actual < size:
+            return f"{name} has {actual} of {size} bytes"
     return None
 
 

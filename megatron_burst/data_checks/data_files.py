@@ -87,11 +87,11 @@ def _check(prefix: str) -> _IndexReader:
     last = int(read.sequence_lengths[-1]) * read.dtype_size
     end = int(read.sequence_pointers[-1]) + last
     with tokens.open("rb") as file:
-        found = file.seek(0, os.SEEK_END)
-    if found < end:
-        raise ValueError(f"{tokens} is truncated: it has {found} of {end} bytes")
-    if found > end:
-        raise ValueError(f"{index} is of another file: it says {end} of {found} bytes of {tokens}")
+        actual = file.seek(0, os.SEEK_END)
+    if actual < end:
+        raise ValueError(f"{tokens} is truncated: it has {actual} of {end} bytes")
+    if actual > end:
+        raise ValueError(f"{index} is of another file: it says {end} of {actual} bytes of {tokens}")
     return read
 
 

@@ -48,12 +48,12 @@ def _checked(
         paths = [path for name in names if (path := _cached(dataset, f"{name}.npy"))]
         for path in paths if paths and all(path.is_file() for path in paths) else ():
             _read(path)
-        found = build(dataset)
-        if any(index is None for index in found):  # --dataloader-defer-npy-index-mmap
-            return found
-        for name, text in itertools.chain(_kinds(names, found), damage(dataset, *found)):
+        indices = build(dataset)
+        if any(index is None for index in indices):  # --dataloader-defer-npy-index-mmap
+            return indices
+        for name, text in itertools.chain(_kinds(names, indices), damage(dataset, *indices)):
             raise ValueError(_remedy(_cached(dataset, f"{name}.npy") or name, text))
-        return found
+        return indices
 
     return build_and_look
 
@@ -79,8 +79,8 @@ def _remedy(file: object, text: str) -> str:
     return f"{file}, an index that Megatron cached, is damaged: {text}: delete it; it is made anew"
 
 
-def _kinds(names: tuple[str, ...], found: Indices) -> Iterator[tuple[str, str]]:
-    for name, index in zip(names, found, strict=True):
+def _kinds(names: tuple[str, ...], indices: Indices) -> Iterator[tuple[str, str]]:
+    for name, index in zip(names, indices, strict=True):
         if index.dtype.kind not in "iu" or index.shape[1:] != ((2,) if name == _PAIRS else ()):
             yield name, f"it has shape {index.shape} of {index.dtype}"
 

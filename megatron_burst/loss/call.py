@@ -71,6 +71,6 @@ class Call:
     def chunking(self, sizes: Sizes) -> Chunking:
         """Choose the chunks."""
         limit = None if self.memory_mb is None else int(self.memory_mb * MIB)
-        found = choose(sizes, self.chunk_size, limit)
-        self.on_chunking(found)
-        return found
+        chunking = choose(sizes, self.chunk_size, limit)
+        self.on_chunking(chunking)
+        return chunking

@@ -48,12 +48,12 @@ class InTriton:
         """See `InTorch`."""
         logits = torch.mm(hidden, self._weight.t(), out=self._logits[: len(hidden)])
         column = targets.column.masked_fill(~targets.mine, -1)
-        found = logits.new_empty((self._call.statistics, len(hidden)), dtype=torch.float32)
+        statistics = logits.new_empty((self._call.statistics, len(hidden)), dtype=torch.float32)
         best = None if self._call.on_best is None else torch.empty_like(column)
         self._kernels.logit_statistics(
-            found, best, logits, column, *self._bounds, entropy=self._call.entropy
+            statistics, best, logits, column, *self._bounds, entropy=self._call.entropy
         )
-        return found, best
+        return statistics, best
 
     def gradient(
         self, tokens: Tokens, targets: Targets, whole: int, highest: Tensor | None = None

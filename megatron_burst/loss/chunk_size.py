@@ -117,9 +117,9 @@ def choose(sizes: Sizes, chunk_size: int | None, limit: int | None) -> Chunking:
     Raises:
         ValueError: see `of_tokens` and `within`.
     """
-    found = within(sizes, limit) if chunk_size is None else of_tokens(sizes, chunk_size)
+    chunking = within(sizes, limit) if chunk_size is None else of_tokens(sizes, chunk_size)
     if sizes.kept_apart is None:
-        return found
+        return chunking
     keeping = replace(sizes, sums_apart=sizes.kept_apart)
     sums, needed = sizes.vocabulary * keeping.row_of_sums, keeping.least_for_all_rows
     if chunk_size is not None or not sums:
@@ -129,9 +129,9 @@ def choose(sizes: Sizes, chunk_size: int | None, limit: int | None) -> Chunking:
     else:
         room = needed <= limit
     if not room:
-        return replace(found, once=needed / MIB)
-    found = within(keeping, limit) if chunk_size is None else of_tokens(keeping, chunk_size)
-    return replace(found, keeps=True)
+        return replace(chunking, once=needed / MIB)
+    chunking = within(keeping, limit) if chunk_size is None else of_tokens(keeping, chunk_size)
+    return replace(chunking, keeps=True)
 
 
 def of_tokens(sizes: Sizes, chunk_size: int) -> Chunking:

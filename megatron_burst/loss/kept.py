@@ -41,8 +41,8 @@ class Kept:
         expected = factor * weights
         rounding = _ROUNDINGS * torch.finfo(grad.dtype).eps * expected.abs()
         is_one = ((grad - expected).abs() <= rounding).all()
-        found = torch.where(is_one, factor, torch.nan).item()
-        return found if math.isfinite(found) else None
+        number = torch.where(is_one, factor, torch.nan).item()
+        return number if math.isfinite(number) else None
 
     def times(
         self, factor: float, d_weight: WeightSum | None

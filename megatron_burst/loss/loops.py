@@ -67,7 +67,7 @@ class Head:
         hidden, index = chosen
         if not len(hidden):
             return
-        targets, found = take(targets, index), take(made, index)
+        targets, results = take(targets, index), take(made, index)
         buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=False)
         for block in slices(len(hidden), self.chunking.combined // self.spread.parts):
             wanted = targets[:, block]
@@ -75,8 +75,8 @@ class Head:
             for chunk, tokens in self._chunks(hidden.of(block), self.chunking.tokens):
                 of_chunk = self._statistics(buffers, tokens, wanted[:, chunk])
                 of_shard[:, :, chunk] = of_chunk.view(-1, *wanted[:, chunk].shape)
-            found[:, :, block] = self._combined(of_shard.flatten(1), wanted)
-        put(made, index, found)
+            results[:, :, block] = self._combined(of_shard.flatten(1), wanted)
+        put(made, index, results)
 
     def _losses_and_gradients(
         self,
@@ -91,7 +91,7 @@ class Head:
         From the same logits, so the shards' statistics are combined for every chunk.
         """
         hidden, index = chosen
-        targets, found, grads = take(targets, index), take(made, index), take(weights, index)
+        targets, results, grads = take(targets, index), take(made, index), take(weights, index)
         buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=True)
         size = self.chunking.tokens // self.spread.parts
         d_hidden = HiddenGradient(self.spread, hidden, size) if wants[0] else None
@@ -99,27 +99,27 @@ class Head:
         for chunk, tokens in self._chunks(hidden, self.chunking.tokens):
             wanted, grad = targets[:, chunk], grads[:, chunk].reshape(-1)
             of_shard = self._statistics(buffers, tokens, wanted)
-            found[:, :, chunk] = self._combined(of_shard, wanted)
-            of_tokens = Tokens(tokens, found[1, :, chunk].reshape(-1), grad)
+            results[:, :, chunk] = self._combined(of_shard, wanted)
+            of_tokens = Tokens(tokens, results[1, :, chunk].reshape(-1), grad)
             of_vocabulary = self._locate(wanted), self.vocabulary.size
             gradient = buffers.gradient(of_tokens, *of_vocabulary, of_shard[0])
             _put(gradient, chunk, tokens, self.weight, d_hidden, d_weight)
-        put(made, index, found)
+        put(made, index, results)
         dh = None if d_hidden is None else d_hidden.result()
         return Kept(weights, dh, None if d_weight is None else d_weight.total)
 
     def _combined(self, of_shard: Tensor, targets: Tensor) -> Tensor:
         """Return what `forward` does, for these tokens, from the statistics of this rank's rows."""
         of_all = self.vocabulary.combine(of_shard, entropy=self.call.entropy)
-        found = losses(of_all, self._locate(targets), self.vocabulary.size, self.call)
-        return torch.stack(found).view(-1, *targets.shape)
+        results = losses(of_all, self._locate(targets), self.vocabulary.size, self.call)
+        return torch.stack(results).view(-1, *targets.shape)
 
     def _statistics(self, buffers: InTriton | InTorch, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return those of this rank's rows for a chunk; tell which logits are the largest."""
-        found, best = buffers.statistics(tokens, self._locate(targets))
+        statistics, best = buffers.statistics(tokens, self._locate(targets))
         if best is not None and self.call.on_best is not None:
-            self.call.on_best(found[0].clone().view(targets.shape), best.view(targets.shape))
-        return found
+            self.call.on_best(statistics[0].clone().view(targets.shape), best.view(targets.shape))
+        return statistics
 
     def gradients(
         self, tokens: _Tokens, d_hidden: HiddenGradient | None, d_weight: WeightSum | None
@@ -194,9 +194,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return losses of targets' shape, and if asked for, entropies."""
         ctx.head, weights = head, head.call.weights if head.chunking.keeps else None
-        tokens, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(head.spread.parts, -1)
-        weights = None if weights is None else weights.reshape(rows.shape)
-        (loss, *others), ctx.kept = head.forward(tokens, rows, weights, ctx.needs_input_grad)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        wanted = targets.reshape(head.spread.parts, -1)
+        weights = None if weights is None else weights.reshape(wanted.shape)
+        (loss, *others), ctx.kept = head.forward(tokens, wanted, weights, ctx.needs_input_grad)
         if ctx.kept is not None:
             head.call.keeper.keep(ctx.kept)
         # Copies, not views of one tensor: what is returned may be changed in place.

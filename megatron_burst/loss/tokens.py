@@ -45,10 +45,10 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.take_along_dim(index.expand(*x.shape[:-1], -1), -1)
 
 
-def put(x: Tensor, index: Tensor | None, found: Tensor) -> None:
-    """Set them; without an index `found` is `x`."""
+def put(x: Tensor, index: Tensor | None, values: Tensor) -> None:
+    """Set them; without an index `values` is `x`."""
     if index is not None:
-        x.scatter_(-1, index.expand_as(found), found)
+        x.scatter_(-1, index.expand_as(values), values)
 
 
 @dataclass(frozen=True, slots=True)
