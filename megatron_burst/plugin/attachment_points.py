@@ -130,8 +130,8 @@ def differences() -> Iterator[str]:
 def _parameters(target: str) -> list[inspect.Parameter]:
     """Return those of the function, method or class "module:name", not what we put around it."""
     module, _, path = target.partition(":")
-    found: Any = reduce(getattr, path.split("."), importlib.import_module(module))
-    signature = inspect.signature(getattr(found, "original", found))
+    function: Any = reduce(getattr, path.split("."), importlib.import_module(module))
+    signature = inspect.signature(getattr(function, "original", function))
     return [p for p in signature.parameters.values() if p.name != "self"]
 
 

@@ -56,8 +56,8 @@ def wrap(holder: Any, name: str, make: Callable[[Any], Any]) -> Any:
 
     Again, it is made of Megatron's function, not of what was put there before.
     """
-    found = getattr(holder, name)
-    original = getattr(found, "original", found)
+    present = getattr(holder, name)
+    original = getattr(present, "original", present)
     ours = make(original)
     ours.original = original
     setattr(holder, name, ours)

@@ -11,8 +11,8 @@ LanguageModel = GPTModel | HybridModel
 
 def mtp_layers(model: Any) -> Iterable[Any]:
     """Return the layers of multi-token prediction on this stage of a model."""
-    found: Iterable[Any] = getattr(getattr(model, "mtp", None), "layers", ())
-    return found
+    layers: Iterable[Any] = getattr(getattr(model, "mtp", None), "layers", ())
+    return layers
 
 
 def need_language_models(flag: str, models: Iterable[Any]) -> None:

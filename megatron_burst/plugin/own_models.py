@@ -89,11 +89,11 @@ def check_attention(models: list[Any], shared: SharedState) -> None:
     And for one to whose layers nobody says when Megatron recomputes them, though results are kept.
     """
     for model in models:
-        found, kind = [*_core_attentions(model)], type(model).__name__
-        if found and not any(isinstance(each, BurstCoreAttention) for each in found):
+        attentions, kind = [*_core_attentions(model)], type(model).__name__
+        if attentions and not any(isinstance(each, BurstCoreAttention) for each in attentions):
             raise ValueError(
                 f"--context-parallel-algo {shared.config.algorithm}: the {kind} that was built has "
-                f"{type(found[0]).__name__} for its attention, and nothing of ours: {REMEDY}"
+                f"{type(attentions[0]).__name__} for its attention, and nothing of ours: {REMEDY}"
             )
     if shared.checkpoints is not None:
         need_language_models("--recompute-attention-fraction", models)

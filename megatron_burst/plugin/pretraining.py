@@ -76,16 +76,16 @@ def refusal(args: Namespace) -> str | None:
         return "no data is given: pass --data-path PREFIX, or --mock-data for made-up tokens"
     if args.sft and given == ["mock_data"]:
         return "--sft reads conversations: pass --data-path FILE in the place of --mock-data"
-    asked = [
+    flags = [
         f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
     ]
     if args.mtp_num_layers and args.pipeline_model_parallel_layout:  # MTP may be on any stage
-        asked.append("--mtp-num-layers with --pipeline-model-parallel-layout")
-    if not asked:
+        flags.append("--mtp-num-layers with --pipeline-model-parallel-layout")
+    if not flags:
         return None
     script = "pretrain_gpt.py" if args.hybrid_layer_pattern is None else "pretrain_hybrid.py"
     return (
-        f"{', '.join(asked)} needs Megatron-LM's own script: "
+        f"{', '.join(flags)} needs Megatron-LM's own script: "
         f"python -m megatron_burst.run PATH/{script}"
     )
 
@@ -148,8 +148,8 @@ def _next_batch(
     if mpu.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
         for key in (*_BATCH_KEYS, *_DOCUMENT_KEYS):
-            found = sample.get(key)
-            whole[key] = None if found is None else found.cuda(non_blocking=True)
+            value = sample.get(key)
+            whole[key] = None if value is None else value.cuda(non_blocking=True)
     whole = get_batch_on_this_tp_rank(
         whole,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -211,9 +211,9 @@ def _masked_loss(
     loss = (per_token.view(-1).float() * mask).sum()
     tokens = mask.sum().to(torch.int)
     if get_args().check_for_nan_in_loss_and_grad:
-        for name, found in {"NaN": torch.isnan, "Inf": torch.isinf}.items():
+        for name, is_bad in {"NaN": torch.isnan, "Inf": torch.isinf}.items():
             text = f"{name} in this rank's loss"
-            get_rerun_state_machine().validate_result(loss, found, text, tolerance=0.0, fatal=True)
+            get_rerun_state_machine().validate_result(loss, is_bad, text, tolerance=0.0, fatal=True)
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
 
 

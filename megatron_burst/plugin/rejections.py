@@ -25,7 +25,7 @@ def with_reason(ask: Callable[[Any], tuple[bool, bool, int]]) -> Callable[[Any],
     Without --save no checkpoint is asked for, where Megatron would fail.
     """
 
-    def asked(machine: Any) -> tuple[bool, bool, int]:
+    def should_exit(machine: Any) -> tuple[bool, bool, int]:
         saves, leaves, code = ask(machine)
         if not leaves:
             return saves, leaves, code
@@ -38,4 +38,4 @@ def with_reason(ask: Callable[[Any], tuple[bool, bool, int]]) -> Callable[[Any],
             code = Status(code, f"{what}. Status {code}: {_NEXT[can_save]}; {_MORE}")
         return saves and can_save, leaves, code
 
-    return asked
+    return should_exit

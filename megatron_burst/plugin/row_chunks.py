@@ -89,10 +89,10 @@ class _InChunks(torch.autograd.Function):
             with torch.enable_grad():
                 output = ctx.run(piece)
             wanted = [piece] * asks + [*ctx.weights]
-            found = [*torch.autograd.grad(output, wanted, d_output[rows], allow_unused=True)]
+            gradients = [*torch.autograd.grad(output, wanted, d_output[rows], allow_unused=True)]
             if d_hidden is not None:
-                d_hidden[rows] = found.pop(0)
-            for each, gradient in zip(sums, found, strict=True):
+                d_hidden[rows] = gradients.pop(0)
+            for each, gradient in zip(sums, gradients, strict=True):
                 each.add(gradient)
         return d_hidden, None, None, None, *(each.result() for each in sums)
 

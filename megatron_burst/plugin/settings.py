@@ -179,8 +179,8 @@ def mlp_config_from_args(args: argparse.Namespace) -> MlpConfig | None:
 
 def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
     """Return whether --burst-check-files asks for the checks; ValueError for an unknown value."""
-    asked = FileConfig(**_values(args, FileConfig)).check_files
-    return own_entry if asked is FileChecks.AUTO else asked is FileChecks.ON
+    checks = FileConfig(**_values(args, FileConfig)).check_files
+    return own_entry if checks is FileChecks.AUTO else checks is FileChecks.ON
 
 
 def _values(args: argparse.Namespace, config: type) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E4
 from megatron_burst.plugin.scans import mixers  # noqa: E402
 from megatron_burst.plugin.scans.bytes_sent import ScanShape, shapes_of  # noqa: E402
 from megatron_burst.plugin.scans.choice import sent_by_args, states_are_passed  # noqa: E402
-from megatron_burst.plugin.scans.hand_over import rows_before  # noqa: E402
+from megatron_burst.plugin.scans.hand_over import tokens_before  # noqa: E402
 from megatron_burst.plugin.scans.layer import OverRanks  # noqa: E402
 from megatron_burst.plugin.scans.mixers import DeltaNetOverRanks  # noqa: E402
 from megatron_burst.plugin.scans.packages import fla_rule, mamba_scan  # noqa: E402
@@ -314,7 +314,7 @@ def test_where_documents_lie_on_a_shard() -> None:
 
 def too_few(team: Team) -> None:
     with pytest.raises(ValueError, match="over 4 tokens needs 3 .* has 2: .* raise --seq-length"):
-        rows_before(torch.zeros(1, 2, 1), 3, team.group)
+        tokens_before(torch.zeros(1, 2, 1), 3, team.group)
 
 
 def test_shards_shorter_than_the_convolution_are_refused(workers: WorkerPool) -> None:

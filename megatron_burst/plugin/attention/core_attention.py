@@ -167,8 +167,8 @@ class BurstCoreAttention(ModuleWithSink):
         layout = more["layout"] or context.layout(q.shape[1] * context.ranks)
         scale = q.shape[3] ** -0.5 if (given := more["softmax_scale"]) is None else given
         settings = context, more["mask"], layout, scale, self.config.qk_clip_threshold
-        found, before = largest_scores(q, k, lse, *settings), self.current_max_attn_logits
-        self.current_max_attn_logits = found if before is None else torch.maximum(found, before)
+        largest, before = largest_scores(q, k, lse, *settings), self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else torch.maximum(largest, before)
         return out
 
     def _documents(self, packed: Any, query: Tensor, context: BurstContext) -> PackedDocuments:

@@ -142,11 +142,11 @@ def _read(packed: PackedSeqParams, multiple: int) -> tuple[list[int], list[int]]
 
     What the data set fills the list up with, documents of no tokens, is left out.
     """
-    found = _values(_boundaries(packed))
-    if fault := next(_faults(found), None):
+    boundaries = _values(_boundaries(packed))
+    if fault := next(_faults(boundaries), None):
         raise ValueError(fault)
-    real = found["cu_seqlens_q"]
-    padded = found.get("cu_seqlens_q_padded", real)
+    real = boundaries["cu_seqlens_q"]
+    padded = boundaries.get("cu_seqlens_q_padded", real)
     each = [
         (stop - start, end - begin)
         for (start, stop), (begin, end) in zip(pairwise(real), pairwise(padded), strict=True)
@@ -186,17 +186,17 @@ def _values(given: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: lists[id(x)] for name, x in given.items()}
 
 
-def _faults(found: dict[str, list[int]]) -> Iterator[str]:
+def _faults(boundaries: dict[str, list[int]]) -> Iterator[str]:
     """Say what is wrong with boundaries, by their names."""
-    for name, values in found.items():
+    for name, values in boundaries.items():
         if len(values) < 2 or values[0] != 0 or values[-1] == 0:
             yield f"{name} goes from 0 to where the last document ends, got {_shown(values)}"
         for number, (start, stop) in enumerate(pairwise(values)):
             if stop < start:
                 yield f"{name} falls from {start} to {stop} at document {number}: pass sums"
         query = name.replace("_kv", "_q")
-        if values != found.get(query):
-            shown = _shown(values), _shown(found.get(query, []))
+        if values != boundaries.get(query):
+            shown = _shown(values), _shown(boundaries.get(query, []))
             yield f"{name} is {shown[0]} and {query} is {shown[1]}: self-attention has one of them"
 
 

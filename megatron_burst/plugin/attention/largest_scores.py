@@ -53,25 +53,25 @@ def largest_scores(
     bounds = lse.amax((0, 2)).float()
     if context.group is not None:
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=context.group)
-    found = bounds.clamp(min=0)  # Megatron divides by it
+    largest = bounds.clamp(min=0)  # Megatron divides by it
     if not bool((bounds > threshold).any()):
-        return found
+        return largest
     place = (lse > threshold).nonzero()  # of a row: batch, head, number
     batch, head, row = place.unbind(1)
     where = torch.stack([batch, head, positions[row]], 1)
-    rows, where = (_of_all_ranks(x, context) for x in (q[batch, row, head], where))
+    queries, where = (_of_all_ranks(x, context) for x in (q[batch, row, head], where))
     visibility, queries_a_key = _visibility(mask, layout.tokens), q.shape[2] // k.shape[2]
     for number in (bounds > threshold).nonzero()[:, 0].tolist():
-        best, of_head = [found.new_zeros(())], where[:, 1] == number
+        best, of_head = [largest.new_zeros(())], where[:, 1] == number
         for sample in where[of_head, 0].unique().tolist():
-            some = (of_head & (where[:, 0] == sample)).nonzero()[:, 0]
+            chosen = (of_head & (where[:, 0] == sample)).nonzero()[:, 0]
             keys = k[sample, :, number // queries_a_key].float()
-            for part in some.split(max(1, _PAIRS_AT_ONCE // len(keys))):
-                scores = scale * rows[part].float() @ keys.T
+            for part in chosen.split(max(1, _PAIRS_AT_ONCE // len(keys))):
+                scores = scale * queries[part].float() @ keys.T
                 seen = visibility.pairs(where[part, 2], positions)
                 best.append(scores.masked_fill(~seen, 0.0).amax())
-        found[number] = torch.stack(best).amax()
-    return found
+        largest[number] = torch.stack(best).amax()
+    return largest
 
 
 def _without_padding(lse: Tensor, mask: Mask, positions: Tensor) -> Tensor:

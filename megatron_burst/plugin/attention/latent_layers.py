@@ -62,13 +62,13 @@ def attach(attention: Any) -> None:
     core = attention.core_attention
     if not isinstance(core, BurstCoreAttention) or not core.may_send_latents:
         return
-    asked = core.context.config.mla
-    reasons = [] if asked is Mla.HEADS else reasons_against(attention)
-    if asked is Mla.LATENT:
-        refuse_all(f"layer {attention.layer_number} cannot run --burst-mla {asked}", reasons)
+    mla = core.context.config.mla
+    reasons = [] if mla is Mla.HEADS else reasons_against(attention)
+    if mla is Mla.LATENT:
+        refuse_all(f"layer {attention.layer_number} cannot run --burst-mla {mla}", reasons)
     if reasons and core.context.should_log(text := "; ".join(reasons)):
         logger.info("burst attention: K and V of all heads travel, not latents: %s", text)
-    if not reasons and asked is not Mla.HEADS:
+    if not reasons and mla is not Mla.HEADS:
         core.latents = LastLatents(attention).take
 
 

@@ -58,17 +58,17 @@ class Layouts:
         return None
 
     def _balanced(self, mask: Mask, tokens: int) -> Layout:
-        found = self._find(mask, tokens)
+        best = self._find(mask, tokens)
         if self.context.should_log((LayoutName.BALANCED, tokens)):
             logger.info(
                 "burst attention: %d tokens in documents are balanced over %d ranks in chunks of "
                 "%d on the mean: the busiest rank has %.2f times the mean work, under zigzag %.2f",
-                *(tokens, self.context.ranks, found.chunk),
-                *(self._imbalance(mask, found.layout), self._imbalance(mask)),
+                *(tokens, self.context.ranks, best.chunk),
+                *(self._imbalance(mask, best.layout), self._imbalance(mask)),
             )
         if self.context.config.cuts_for_recompute:  # of a rank the first rows
-            return in_order(found.layout)
-        return found.layout
+            return in_order(best.layout)
+        return best.layout
 
     def _find(self, mask: Mask, tokens: int) -> Balanced:
         pairs = zip(self.context.heads.groups, self.context.nodes, strict=True)

@@ -30,5 +30,5 @@ def shape_of(
         kv_heads = model.num_attention_heads
         head_dims = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
     heads = model.num_attention_heads // tensor, max(kv_heads // tensor, 1)
-    found = Shape.of(tokens, heads, head_dims, model.params_dtype.itemsize, config.grad_dtype)
-    return replace(found, batch=batch)
+    shape = Shape.of(tokens, heads, head_dims, model.params_dtype.itemsize, config.grad_dtype)
+    return replace(shape, batch=batch)

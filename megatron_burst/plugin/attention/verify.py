@@ -68,12 +68,12 @@ class Verification:
 
     def _report(self, context: BurstContext) -> None:
         everyone = context.gather("collect what was found", (self._findings, self.positions))
-        rows = {
+        by_layer = {
             layer: worst(f for findings, _ in everyone for f in findings.get(layer, ()))
             for layer in self._findings
         }
         wrong = [text for _, positions in everyone for text in positions.values() if text]
-        wrong += [f"layer {n}, {f}" for n, row in rows.items() for f in row.values() if f.where]
+        wrong += [f"layer {n}, {f}" for n, row in by_layer.items() for f in row.values() if f.where]
         if is_first_of_its_stage():
             logger.setLevel(logging.INFO)  # of a pipeline stage one rank, whatever the others do
             logger.info(
@@ -83,7 +83,7 @@ class Verification:
                 context.ranks,
                 "DIFFERS from" if wrong else "equals",
                 " and ".join(sorted(self.positions)) or "neither position ids nor rotary angles",
-                table("layer", rows),
+                table("layer", by_layer),
             )
         if wrong:
             title = (
@@ -108,24 +108,24 @@ class LayerCheck:
     scale: float | None
     # The passes that were checked, by whether they have a graph.
     _seen: set[bool] = field(default_factory=set, init=False)
-    _asked: tuple[bool, PackedDocuments] | None = field(default=None, init=False)
+    _expected: tuple[bool, PackedDocuments] | None = field(default=None, init=False)
 
     def expect(self, is_causal: bool, documents: PackedDocuments, is_training: bool) -> None:
         """Say what Megatron asks of the next call."""
         over = self.verification.is_over or torch.is_grad_enabled() in self._seen
-        self._asked = None if over or not is_training else (is_causal, documents)
+        self._expected = None if over or not is_training else (is_causal, documents)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, context: BurstContext, **more: Any
     ) -> Tensor:
         """Attend as `ring_attention` does."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        expected, self._expected = self._expected, None
+        if expected is None:
             if self._seen:
                 self.verification.settle(context)
             return ring_attention(q, k, v, context, **more)
         self._seen.add(torch.is_grad_enabled())
-        visibility = self._visibility(q.shape[1] * context.ranks, *asked)
+        visibility = self._visibility(q.shape[1] * context.ranks, *expected)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
         take = functools.partial(self.verification.add, self.layer, context)
         out = attend_beside_reference(

@@ -23,31 +23,31 @@ class BatchCut:
     def __init__(self, original: Callable[..., dict[str, Any]]) -> None:
         self.original = original
         self._layout_of: Callable[[Mapping[str, Any], int], Layout | None] | None = None
-        self._rows: Callable[[torch.device, Layout], Tensor] | None = None
+        self._positions: Callable[[torch.device, Layout], Tensor] | None = None
         self._cut = WeakIdKeyDictionary()  # the layout, by storage
         self._has_cut = False
 
     def follow(
         self,
         layout_of: Callable[[Mapping[str, Any], int], Layout | None],
-        rows: Callable[[torch.device, Layout], Tensor],
+        positions: Callable[[torch.device, Layout], Tensor],
     ) -> None:
         """Cut from now on by the layout of a batch of so many tokens; None leaves it to Megatron.
 
-        `rows` are the positions of this rank's tokens in it.
+        `positions` are those of this rank's tokens in it.
         """
-        self._layout_of, self._rows = layout_of, rows
+        self._layout_of, self._positions = layout_of, positions
 
     def __call__(self, batch: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
         """Return the batch with this rank's part of [batch, tokens], as Megatron's own does."""
         whole = {name: batch[name] for name in PER_TOKEN if batch.get(name) is not None}
-        if self._layout_of is None or self._rows is None or not whole:
+        if self._layout_of is None or self._positions is None or not whole:
             return self.original(batch, *given, **options)
         layout = self._layout_of(batch, next(iter(whole.values())).shape[1])
         if layout is None:
             return self.original(batch, *given, **options)
         for name, x in whole.items():
-            batch[name] = x.index_select(1, self._rows(x.device, layout))
+            batch[name] = x.index_select(1, self._positions(x.device, layout))
             self._cut[batch[name].untyped_storage()] = layout
         self._has_cut = True
         return batch
@@ -61,11 +61,11 @@ class BatchCut:
             ValueError: other batches were cut here, and none of these tensors was.
         """
         layouts = (self._cut.get(x.untyped_storage()) for x in tensors)
-        found: Layout | None = next((layout for layout in layouts if layout is not None), None)
-        if found is None and self._has_cut:
+        known: Layout | None = next((layout for layout in layouts if layout is not None), None)
+        if known is None and self._has_cut:
             raise ValueError(
                 "the model is given tokens that are not those which get_batch_on_this_cp_rank has "
                 "cut, so their order is not known: hand over what it returns, or take "
                 f"--burst-layout {LayoutName.ZIGZAG}"
             )
-        return found
+        return known

@@ -106,9 +106,9 @@ def offloaded(model: Any, tokens: int, fraction: float | None) -> Counter[int]:
         head = config.v_head_dim
     calls = sum(isinstance(module, BurstCoreAttention) for module in model.modules())
     kept = 0.0 if fraction is None else (1 - fraction) * tokens * heads
-    found = Counter({inputs: _checkpoints(config, len(model.decoder.layers))})
-    found.update({round(kept * size): calls for size in (head * element, 4) if kept})
-    return found
+    sizes = Counter({inputs: _checkpoints(config, len(model.decoder.layers))})
+    sizes.update({round(kept * size): calls for size in (head * element, 4) if kept})
+    return sizes
 
 
 def _checkpoints(config: TransformerConfig, layers: int) -> int:

@@ -28,15 +28,15 @@ def sides(kinds: Sequence[str]) -> list[Side]:
 
     Layers without a layout of their own run in the one that is there. [layers + 1]
     """
-    found = [Side.ATTENTION]
+    per_layer = [Side.ATTENTION]
     for kind in kinds:
-        found.append(_WANTED.get(kind, found[-1]))
-    return found
+        per_layer.append(_WANTED.get(kind, per_layer[-1]))
+    return per_layer
 
 
-def moves(found: Sequence[Side]) -> int:
+def moves(per_layer: Sequence[Side]) -> int:
     """Return how often rows move in a forward, on the way back behind the last layer, too."""
-    return sum(a is not b for a, b in zip(found, [*found[1:], Side.ATTENTION], strict=True))
+    return sum(a is not b for a, b in zip(per_layer, [*per_layer[1:], Side.ATTENTION], strict=True))
 
 
 def over_tensor_ranks(layout: Layout, ranks: int) -> Layout:
@@ -62,9 +62,9 @@ def over_tensor_ranks(layout: Layout, ranks: int) -> Layout:
 
 def _cut(shard: Sequence[range], start: int, stop: int) -> tuple[range, ...]:
     """Return the positions of the rows `start` to `stop`."""
-    found = []
+    parts = []
     for positions in shard:
         inside = positions[max(0, start) : max(0, stop)]
         start, stop = start - len(positions), stop - len(positions)
-        found.append(inside)
-    return tuple(part for part in found if part)
+        parts.append(inside)
+    return tuple(part for part in parts if part)

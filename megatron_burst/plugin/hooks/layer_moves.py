@@ -74,12 +74,12 @@ class LayerMoves:
                 self._attach(stack, stack.layer_type_list, is_last=True)
 
     def _attach(self, stack: Any, kinds: Any, *, is_last: bool) -> None:
-        found = sides(kinds)
+        per_layer = sides(kinds)
         for layer in stack.layers:
-            held, wanted = found[layer.layer_number - 1 : layer.layer_number + 1]
+            held, wanted = per_layer[layer.layer_number - 1 : layer.layer_number + 1]
             if held is not wanted:
                 layer.forward = self._moved_first(layer.forward, held, wanted)
-        if is_last and found[-1] is not Side.ATTENTION:
+        if is_last and per_layer[-1] is not Side.ATTENTION:
             stack.register_forward_hook(self._moved_back, with_kwargs=True)
 
     def check(self, tokens: int, layout: Layout | None) -> None:
@@ -115,17 +115,17 @@ class LayerMoves:
         """
         layout = getattr(packed, "layout", None)
         tokens = len(hidden) * self._spread * self._context.ranks
-        found = self._moves_of(held, wanted, tokens, layout, hidden.device)
-        if found is None:
+        row_moves = self._moves_of(held, wanted, tokens, layout, hidden.device)
+        if row_moves is None:
             return hidden
         if self._context.should_log((LayerMoves, tokens)):
             logger.info(
                 "layers of two layouts: rows move %d times a forward, between the layers %s; "
                 "each time this rank sends %.3g MiB, backward as well",
                 *(self._count, self._kinds),
-                found.rows_sent(self._group.rank()) * hidden[0].nbytes / 2**20,
+                row_moves.rows_sent(self._group.rank()) * hidden[0].nbytes / 2**20,
             )
-        return carry(hidden, found, self._group)
+        return carry(hidden, row_moves, self._group)
 
     def _find(
         self, held: Side, wanted: Side, tokens: int, layout: Layout | None, device: torch.device

@@ -84,10 +84,10 @@ def _check_memory(model: LanguageModel, config: LmHeadConfig) -> None:
     weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
     ranks = layer.tp_group.size() if layer.tp_group is not None else 1
     parts = ranks if layer.sequence_parallel else 1
-    rows, size = weight.shape
+    vocabulary, size = weight.shape
     least = Sizes(
         tokens=parts,
-        vocabulary=rows,
+        vocabulary=vocabulary,
         hidden=size,
         dtype=weight.dtype,
         ranks=ranks,
@@ -157,9 +157,9 @@ class UnmadeLogits:
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
         """Return the largest logits among this rank's rows and which they are: [tokens, batch]."""
         assert dim == -1
-        values, rows = (torch.cat(chunks, 1) for chunks in zip(*self.best, strict=True))
+        values, indices = (torch.cat(chunks, 1) for chunks in zip(*self.best, strict=True))
         batch = self.hidden.shape[1]
-        return values.view(-1, batch), rows.view(-1, batch)
+        return values.view(-1, batch), indices.view(-1, batch)
 
     @classmethod
     def __torch_function__(

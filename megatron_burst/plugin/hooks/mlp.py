@@ -39,10 +39,10 @@ class ChunkedMlps:
                 "--mlp-chunks cannot run this", broken_limits(MLP_LIMITS, model.config, MLP_WORKING)
             )
             replayed = _replayed_alone(model)
-            found = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model, replayed)]
+            mlps = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model, replayed)]
             for layer in replayed:
                 layer.register_forward_hook(_forget_output)
-            logger.info("--mlp-chunks %s: %d MLPs", self._config.chunks or "auto", len(found))
+            logger.info("--mlp-chunks %s: %d MLPs", self._config.chunks or "auto", len(mlps))
         return models
 
 

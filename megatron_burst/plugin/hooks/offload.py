@@ -112,11 +112,11 @@ class OffloadInputs:
         """Take what autograd saves; all but inputs of checkpoints stays where it is."""
         if all(seen() is not x for seen in self._inputs):
             return x.detach()  # what a node saves of its own output would keep the node
-        found = _Input(self._host.store(x.detach()), self._last)
+        saved = _Input(self._host.store(x.detach()), self._last)
         if self._checkpoints is not None:
-            found.moved = self._checkpoints.mover(x.untyped_storage())
-        self._last = weakref.ref(found)
-        return found
+            saved.moved = self._checkpoints.mover(x.untyped_storage())
+        self._last = weakref.ref(saved)
+        return saved
 
     def _unpack(self, saved: "Tensor | _Input") -> Tensor:
         """Return it for the second pass."""

@@ -39,8 +39,8 @@ class Positions:
     def _on(self, device: torch.device, sequence: WholeSequence) -> Tensor:
         """Return int64 [local tokens]."""
         layout = sequence.layout or self._context.layout(sequence.tokens)
-        rows = self.in_sequence(device, layout, sequence.rank)
-        return rows if sequence.bounds is None else within_documents(rows, sequence.bounds)
+        own = self.in_sequence(device, layout, sequence.rank)
+        return own if sequence.bounds is None else within_documents(own, sequence.bounds)
 
     def _find(self, device: torch.device, layout: Layout, rank: int | None = None) -> Tensor:
         """Return int64 [local tokens], counted from the start of the sequence."""
@@ -72,8 +72,8 @@ class RotaryAtPositions(torch.nn.Module):
             raise ValueError(
                 "inference is not possible with documents or --burst-layout segmented-zigzag"
             )
-        *asked, packed_seq_params = given
-        tokens = self.rotary.get_rotary_seq_len(None, *asked, None)
+        *arguments, packed_seq_params = given
+        tokens = self.rotary.get_rotary_seq_len(None, *arguments, None)
         of_documents = (getattr(packed_seq_params, name, None) for name in _OF_DOCUMENTS)
         return WholeSequence(tokens, *of_documents)
 
@@ -81,7 +81,7 @@ class RotaryAtPositions(torch.nn.Module):
         """Return the embeddings [local tokens, 1, 1, d]; for YaRN also its scale."""
         table = self.rotary.get_emb(sequence.longest or sequence.tokens)
         table, *scale = table if isinstance(table, tuple) else (table,)
-        rows = table.index_select(0, self._positions.on(table.device, sequence))
+        embeddings = table.index_select(0, self._positions.on(table.device, sequence))
         if self._in_layer and sequence.bounds is not None:
-            rows = rows.squeeze(1)
-        return (rows, *scale) if scale else rows
+            embeddings = embeddings.squeeze(1)
+        return (embeddings, *scale) if scale else embeddings

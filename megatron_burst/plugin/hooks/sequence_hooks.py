@@ -86,8 +86,8 @@ class SequenceHooks:
                 *(model, layout, self._cut, self._shared.contexts), documents_apart=self._apart
             )
             pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(config)
-            if found := recurrent_layers(pattern):
-                stage.let_layers_differ(found, self._shared)
+            if recurrent := recurrent_layers(pattern):
+                stage.let_layers_differ(recurrent, self._shared)
             moves = not self._shared.config.is_zigzag and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
@@ -211,11 +211,11 @@ class _StageHooks:
         if self._context_of(given.get("packed_seq_params")).group is None:
             return output
         tensors = _per_token(given) or {"output": output}
-        exchange, rows = self._exchange_of(tensors, given), next(iter(tensors.values())).shape[:2]
-        if exchange.is_needed and output.shape[:2] != rows:
+        exchange, shape = self._exchange_of(tensors, given), next(iter(tensors.values())).shape[:2]
+        if exchange.is_needed and output.shape[:2] != shape:
             raise ValueError(
                 f"--burst-layout {self._context.config.layout} moves what the model returns for "
-                f"each token, {tuple(rows)}; it returned {tuple(output.shape)}"
+                f"each token, {tuple(shape)}; it returned {tuple(output.shape)}"
             )
         return exchange.to_callers(output)
 

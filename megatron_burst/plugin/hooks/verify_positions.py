@@ -37,7 +37,7 @@ class PositionHooks:
 
     def __init__(self, shared: SharedState, *, ids_begin_anew: bool = False) -> None:
         assert shared.verification is not None
-        self._shared, self._found = shared, shared.verification.positions
+        self._shared, self._texts = shared, shared.verification.positions
         self._ids_begin_anew = ids_begin_anew
 
     def __call__(self, models: list[Any]) -> list[Any]:
@@ -69,9 +69,9 @@ class PositionHooks:
         self, context: BurstContext, module: Any, args: Any, kwargs: Any, output: Any
     ) -> None:
         angles = output[0] if isinstance(output, tuple) else output
-        asked = args[0] if args and isinstance(args[0], WholeSequence) else WholeSequence(0, None)
-        own = spread_of(context, angles.shape[0] * context.ranks, asked.layout).own
-        positions = _within(own, None if asked.bounds is None else torch.tensor(asked.bounds))
+        given = args[0] if args and isinstance(args[0], WholeSequence) else WholeSequence(0, None)
+        own = spread_of(context, angles.shape[0] * context.ranks, given.layout).own
+        positions = _within(own, None if given.bounds is None else torch.tensor(given.bounds))
         rotary = module.rotary if isinstance(module, RotaryAtPositions) else module
         whole = rotary.get_emb(int(positions.max()) + 1)
         whole = whole[0] if isinstance(whole, tuple) else whole
@@ -81,7 +81,7 @@ class PositionHooks:
 
     def _take(self, what: str, context: BurstContext, own: Tensor, same: Tensor) -> None:
         """Note which rows, at these positions of the sequence [local tokens], are as expected."""
-        self._found.setdefault(what, "")
+        self._texts.setdefault(what, "")
         if same.all():
             return
         wrong = own[~same]
@@ -92,7 +92,7 @@ class PositionHooks:
             f"{int(wrong.max())}"
         )
         logger.warning("burst check: %s", text)
-        self._found[what] = self._found[what] or text
+        self._texts[what] = self._texts[what] or text
 
 
 def _within(positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:

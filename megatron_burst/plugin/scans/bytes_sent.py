@@ -73,14 +73,14 @@ def _of_delta_net(number: Callable[[str, int], int], tensor: int) -> ScanShape:
     key_heads = number("linear_num_key_heads", 16) // tensor
     heads = number("linear_num_value_heads", 32) // tensor
     key_dim = number("linear_key_head_dim", 128)
-    keys, values = 2 * key_heads * key_dim, heads * number("linear_value_head_dim", 128)
+    qk, values = 2 * key_heads * key_dim, heads * number("linear_value_head_dim", 128)
     return ScanShape(
         heads=key_heads,
         state=key_dim * values,
         transition=heads * key_dim**2,
         width=number("linear_conv_kernel_dim", 4),
-        convolved=keys + values,
-        projected=keys + 2 * values + 2 * heads,
+        convolved=qk + values,
+        projected=qk + 2 * values + 2 * heads,
         out=values,
     )
 
@@ -93,14 +93,14 @@ class Sent(NamedTuple):
 
 
 def sent_by_model(
-    kinds: str, shapes: dict[str, ScanShape], rows: int, tokens: int, ranks: int, number_bytes: int
+    kinds: str, shapes: dict[str, ScanShape], moved: int, tokens: int, ranks: int, number_bytes: int
 ) -> Sent:
     """Return what a model sends in either way.
 
     Args:
         kinds: the symbols of its layers.
         shapes: of those with a state.
-        rows: bytes of a rank's hidden states, all of which move at a border: no rank far from both
+        moved: bytes of a rank's hidden states, all of which move at a border: no rank far from both
             ends of the sequence has in zigzag what it has of contiguous shards.
         tokens: of a rank.
         ranks: context-parallel ones.
@@ -111,4 +111,4 @@ def sent_by_model(
     heads: float = sum(each.by_heads(tokens, ranks, number_bytes) for each in layers)
     if any(each.heads % ranks for each in layers):
         heads = math.inf
-    return Sent(states + moves(sides(kinds)) * rows, heads)
+    return Sent(states + moves(sides(kinds)) * moved, heads)

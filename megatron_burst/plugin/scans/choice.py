@@ -45,8 +45,8 @@ def sent_by_args(args: Any, kinds: str) -> Sent:
     ranks, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     number_bytes = 2 if args.bf16 or args.fp16 else 4
     tokens = args.seq_length // ranks
-    rows = tokens * args.hidden_size * number_bytes // (tensor if args.sequence_parallel else 1)
-    return sent_by_model(kinds, shapes_in(args, tensor), rows, tokens, ranks, number_bytes)
+    moved = tokens * args.hidden_size * number_bytes // (tensor if args.sequence_parallel else 1)
+    return sent_by_model(kinds, shapes_in(args, tensor), moved, tokens, ranks, number_bytes)
 
 
 def _cannot_move(args: Any) -> bool:

@@ -87,20 +87,20 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return every
 
 
-def rows_before(x: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the last rows [B, rows, ...] of the rank before this one; collective, differentiable.
+def tokens_before(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the last tokens [B, tokens, ...] of the rank before; collective, differentiable.
 
     Zero at the first rank. Equals `torch.cat([zeros, x of all ranks], 1)` there.
 
     Raises:
         ValueError: the ranks have fewer.
     """
-    if x.shape[1] < rows:
+    if x.shape[1] < tokens:
         raise ValueError(
-            f"a convolution over {rows + 1} tokens needs {rows} of the rank before, which has "
+            f"a convolution over {tokens + 1} tokens needs {tokens} of the rank before, which has "
             f"{x.shape[1]}: lower --context-parallel-size, or raise --seq-length"
         )
-    before: Tensor = _Shift.apply(x[:, x.shape[1] - rows :], 1, group)
+    before: Tensor = _Shift.apply(x[:, x.shape[1] - tokens :], 1, group)
     return before
 
 

@@ -120,8 +120,8 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
 
     def _prepare(self, convolved: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         """Return q, k, v [B, T, heads, ...], the decay and beta, of the dtypes of Megatron's."""
-        keys, heads = self.qk_dim_local_tp, self.num_v_heads_local_tp
-        q, k, v = convolved.split([keys, keys, self.v_dim_local_tp], -1)
+        qk_dim, heads = self.qk_dim_local_tp, self.num_v_heads_local_tp
+        q, k, v = convolved.split([qk_dim, qk_dim, self.v_dim_local_tp], -1)
         q, k = (each.unflatten(-1, (-1, self.key_head_dim)).contiguous() for each in (q, k))
         if self.use_qk_l2norm:
             q, k = l2norm(q), l2norm(k)
@@ -135,8 +135,8 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
 
         def normed(read: Tensor, gate: Tensor) -> Tensor:
             gates = gate.contiguous().view(read.shape)
-            rows = self._apply_gated_norm(read, gates).view(*read.shape[:2], -1)
-            return rows.transpose(0, 1).contiguous()
+            states = self._apply_gated_norm(read, gates).view(*read.shape[:2], -1)
+            return states.transpose(0, 1).contiguous()
 
         if not self.recompute_norm_out:
             return self.out_proj(normed(read, gate))

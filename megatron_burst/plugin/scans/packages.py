@@ -29,9 +29,9 @@ def fla_rule(kernel: Callable[..., Any]) -> DeltaRule:
     """Return fla's `chunk_gated_delta_rule` as a `DeltaRule`; float32 it does not take."""
 
     def rule(
-        rows: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
+        inputs: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v, log_decay, beta = (x.contiguous() for x in rows)
+        q, k, v, log_decay, beta = (x.contiguous() for x in inputs)
         cuts = to_device(torch.tensor(bounds), q.device) if bounds else None
         return kernel(
             *(q, k, v),

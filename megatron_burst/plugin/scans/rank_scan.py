@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_burst.plugin.scans.hand_over import rows_before, state_before
+from megatron_burst.plugin.scans.hand_over import state_before, tokens_before
 from megatron_burst.plugin.scans.recurrence import decaying_memory
 from megatron_burst.plugin.scans.shards import Shard
 from megatron_burst.transport.pinned import to_device
@@ -24,7 +24,7 @@ class DeltaRule(Protocol):
     """Runs the gated delta rule over documents: `plain_delta_rule`, or a kernel that equals it."""
 
     def __call__(
-        self, rows: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
+        self, inputs: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs [B, T, H, dv] and, without bounds, the memory at the end."""
 
@@ -45,12 +45,12 @@ def with_state_before(scanned: Scanned, group: dist.ProcessGroup | None) -> Tens
     if group is None or group.size() == 1:
         return out
     state = state_before(final, transition, group)  # [B, H, dk, dv]
-    groups, rows = reach.shape[2], reach.shape[1]
+    groups, tokens = reach.shape[2], reach.shape[1]
     of_groups = state.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)  # [B, groups, dk, ...]
     read = reach.to(state.dtype).transpose(1, 2) @ of_groups
     read = read.unflatten(3, (-1, state.shape[-1])).transpose(1, 2).flatten(2, 3)
     read = read if scale is None else scale * read
-    return torch.cat([(out[:, :rows] + read).to(out.dtype), out[:, rows:]], 1)
+    return torch.cat([(out[:, :tokens] + read).to(out.dtype), out[:, tokens:]], 1)
 
 
 def scan_by_decay(
@@ -59,20 +59,20 @@ def scan_by_decay(
     """Scan the documents of a shard with `decaying_memory`, a loop over them; see there."""
     outs, final = [], v.new_zeros(0)
     for start, stop in pairwise(shard.bounds):
-        rows = (x[:, start:stop] for x in (q, k, v, log_decay))
-        out, final = decaying_memory(*rows, chunk=chunk)
+        document = (x[:, start:stop] for x in (q, k, v, log_decay))
+        out, final = decaying_memory(*document, chunk=chunk)
         outs.append(out)
     return decayed(torch.cat(outs, 1), final, q, log_decay, shard)
 
 
 def decayed(out: Tensor, final: Tensor, q: Tensor, log_decay: Tensor, shard: Shard) -> Scanned:
     """Complete the scan of a memory that only decays."""
-    rows = shard.bounds[1] if shard.before else 0
-    left = log_decay[:, :rows].to(final.dtype).cumsum(1).exp().unsqueeze(-1)  # [B, rows, H, 1]
+    tokens = shard.bounds[1] if shard.before else 0
+    left = log_decay[:, :tokens].to(final.dtype).cumsum(1).exp().unsqueeze(-1)  # [B, tokens, H, 1]
     transition = final.new_zeros(*final.shape[:2], 1, 1)
     if shard.is_crossed:
         transition = left[:, -1].unsqueeze(-1)
-    return Scanned(out, final, q[:, :rows], left, transition)
+    return Scanned(out, final, q[:, :tokens], left, transition)
 
 
 def scan_by_delta_rule(rule: DeltaRule, given: list[Tensor], shard: Shard) -> Scanned:
@@ -82,20 +82,20 @@ def scan_by_delta_rule(rule: DeltaRule, given: list[Tensor], shard: Shard) -> Sc
     these, and once for all documents between them.
     """
 
-    def rows(start: int, stop: int) -> list[Tensor]:
+    def part(start: int, stop: int) -> list[Tensor]:
         return [x[:, start:stop] for x in given]
 
     first, last = shard.bounds[1] if shard.before else 0, shard.bounds[-2]
     outs, final = [], None
     reach, transition = given[0][:, :0], None
     if shard.before:
-        out, final, reach, transition = _through(rule, rows(0, first))
+        out, final, reach, transition = _through(rule, part(0, first))
         outs.append(out)
     if first < last:
         inside = tuple(b - first for b in shard.bounds if first <= b <= last)
-        outs.append(rule(rows(first, last), bounds=inside)[0])
+        outs.append(rule(part(first, last), bounds=inside)[0])
     if not shard.is_crossed:
-        out, final = rule(rows(last, shard.tokens))
+        out, final = rule(part(last, shard.tokens))
         outs.append(out)
     assert final is not None
     if not shard.is_crossed or transition is None:
@@ -103,13 +103,13 @@ def scan_by_delta_rule(rule: DeltaRule, given: list[Tensor], shard: Shard) -> Sc
     return Scanned(torch.cat(outs, 1), final, reach, None, transition)
 
 
-def _through(rule: DeltaRule, rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _through(rule: DeltaRule, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the outputs, F, what the rows read of a state before them, and T, by one call.
 
     Columns of the memory do not meet. So dk more, that hold the identity and get no values, are at
     the end what becomes of every state, and are read as any would be.
     """
-    q, k, v, *gates = rows
+    q, k, v, *gates = inputs
     batch, _, heads, size = k.shape
     columns = [v.shape[-1], size]
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -122,10 +122,10 @@ def _through(rule: DeltaRule, rows: list[Tensor]) -> tuple[Tensor, Tensor, Tenso
 
 
 def plain_delta_rule(
-    rows: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
+    inputs: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """`decaying_memory` with beta, and queries scaled by 1 / sqrt(dk)."""
-    q, k, v, log_decay, beta = rows
+    q, k, v, log_decay, beta = inputs
     scaled = q * k.shape[-1] ** -0.5, k, v, log_decay, beta
     if not bounds:
         return decaying_memory(*scaled, memory, chunk=CHUNK)
@@ -156,13 +156,13 @@ def causal_convolution(
     channels, width = weight.shape
     halo = x.new_zeros(x.shape[0], width - 1, channels)
     if group is not None and group.size() > 1:
-        halo = rows_before(x, width - 1, group)
+        halo = tokens_before(x, width - 1, group)
     there = torch.cat([halo, x], 1)
     out = F.conv1d(there.mT, weight.unsqueeze(1), bias, groups=channels).mT
-    rows, own = (to_device(tensor, x.device) for tensor in shard.near_starts(width))
-    if not len(rows):
+    tokens, own = (to_device(tensor, x.device) for tensor in shard.near_starts(width))
+    if not len(tokens):
         return out
-    windows = there[:, rows.unsqueeze(1) + torch.arange(width, device=x.device)]
-    kept = torch.where(own.unsqueeze(-1), windows, 0)  # [B, rows, width, channels]
+    windows = there[:, tokens.unsqueeze(1) + torch.arange(width, device=x.device)]
+    kept = torch.where(own.unsqueeze(-1), windows, 0)  # [B, tokens, width, channels]
     anew = (kept * weight.t()).sum(2)
-    return out.index_copy(1, rows, (anew if bias is None else anew + bias).to(out.dtype))
+    return out.index_copy(1, tokens, (anew if bias is None else anew + bias).to(out.dtype))

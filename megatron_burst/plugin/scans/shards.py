@@ -35,16 +35,16 @@ class Shard:
         return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
 
     def near_starts(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the rows whose window of the last `width` tokens reaches over a document's start.
+        """Return the tokens whose window of the last `width` reaches over a document's start.
 
-        int64 [rows], and which tokens of their windows are of their own: bool [rows, width].
+        int64 [tokens], and which tokens of their windows are of their own: bool [tokens, width].
         """
         starts = torch.tensor((-self.before, *self.bounds[1:-1]))
         ages = torch.arange(width - 1)
-        rows = starts.unsqueeze(1) + ages
-        fits = (rows >= 0) & (rows < torch.tensor(self.bounds[1:]).unsqueeze(1))
+        tokens = starts.unsqueeze(1) + ages
+        fits = (tokens >= 0) & (tokens < torch.tensor(self.bounds[1:]).unsqueeze(1))
         own = torch.arange(width) >= width - 1 - ages.unsqueeze(1)
-        return rows[fits], own.expand(len(starts), -1, -1)[fits]
+        return tokens[fits], own.expand(len(starts), -1, -1)[fits]
 
 
 @functools.lru_cache(256)
