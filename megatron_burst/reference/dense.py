@@ -174,7 +174,7 @@ class Reference:
         Returns:
             [batch, rows, heads, size] each, and of `dk` and `dv` [batch, all rows, size].
         """
-        rows: dict[str, list[Tensor]] = {}
+        chunks: dict[str, list[Tensor]] = {}
         sums: dict[str, Tensor] = {}
         own, everybody = (x.to(k.device) for x in (self.spread.own, self.spread.all))
         step = max(1, _PAIRS_AT_ONCE // (len(k) * k.shape[1] * (heads.stop - heads.start)))
@@ -184,13 +184,13 @@ class Reference:
                 x[:, part, heads].double().transpose(1, 2) for x in (self.q, dout) if x is not None
             )
             seen = self.visibility.pairs(own[part], everybody)
-            found = self._attend(heads, q, k[:, None], v[:, None], seen, way, *d)
-            for name, x in found.items():
+            results = self._attend(heads, q, k[:, None], v[:, None], seen, way, *d)
+            for name, x in results.items():
                 if name in ("dk", "dv"):
                     sums[name] = sums.get(name, 0.0) + x.sum(1)
                 else:
-                    rows.setdefault(name, []).append(x.transpose(1, 2))
-        return {x: sums[x] if x in sums else torch.cat(rows[x], dim=1) for x in found}
+                    chunks.setdefault(name, []).append(x.transpose(1, 2))
+        return {x: sums[x] if x in sums else torch.cat(chunks[x], dim=1) for x in results}
 
     def _attend(
         self,
@@ -216,8 +216,8 @@ class Reference:
         size = _norm(dout) * _norm(out)
         delta = way.noisy((dout * out).sum(-1, keepdim=True), size[..., None])
         dscores = self.scale * way.rounded(weights * (dout @ v.mT - delta))
-        found = {"dq": dscores @ k, "dk": dscores.mT @ q, "dv": way.rounded(weights).mT @ dout}
-        return found if sink is None else found | {"dsink": -(sink - lse).exp() * delta}
+        gradients = {"dq": dscores @ k, "dk": dscores.mT @ q, "dv": way.rounded(weights).mT @ dout}
+        return gradients if sink is None else gradients | {"dsink": -(sink - lse).exp() * delta}
 
     def _grain(self, heads: slice, k: Tensor) -> Tensor:
         """How far arithmetic in float32 may shift a score of this rank's queries: [heads]."""

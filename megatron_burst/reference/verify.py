@@ -95,19 +95,19 @@ def attend_beside_reference(
     more |= {} if latents is None else {"latents": latents}
     sink = sinks[0] if sinks else None
     out, lse = attend(q, k, v, context, sink=sink, layout=layout, return_lse=True, **more)
-    found = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
-    take(False, compare(reference.expect(), found, spread.own))
+    actual = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
+    take(False, compare(reference.expect(), actual, spread.own))
     douts: list[Tensor] = []
 
     def check_gradients(gradients: Sequence[Tensor | None]) -> None:
-        found = {n: g for n, g in zip(inputs, gradients, strict=True) if g is not None}
-        if (dsink := found.get("dsink")) is not None:
-            found["dsink"] = spread.total(dsink.double())[None, None, :, None]
+        actual = {n: g for n, g in zip(inputs, gradients, strict=True) if g is not None}
+        if (dsink := actual.get("dsink")) is not None:
+            actual["dsink"] = spread.total(dsink.double())[None, None, :, None]
         expected = reference.expect(douts.pop())
-        if latents is not None and "dlatent" in found:  # they have travelled
+        if latents is not None and "dlatent" in actual:  # they have travelled
             whole = LatentGradients(latents, k, v)
-            expected, found = whole.expected(expected), whole.found(found)
-        take(True, compare(expected, found, spread.own))
+            expected, actual = whole.expected(expected), whole.actual(actual)
+        take(True, compare(expected, actual, spread.own))
 
     if inputs:
         out.register_hook(douts.append)
@@ -129,7 +129,7 @@ def spread_of(context: BurstContext, tokens: int, layout: Layout | None = None) 
 
 
 def compare(
-    expected: Iterable[Expected], found: Mapping[str, Tensor], positions: Tensor
+    expected: Iterable[Expected], actual: Mapping[str, Tensor], positions: Tensor
 ) -> list[Finding]:
     """Compare what is found, [batch, rows at these positions, heads, size], with all its heads.
 
@@ -137,8 +137,8 @@ def compare(
     """
     norms: dict[str, list[Tensor]] = {}
     for each in expected:
-        if each.tensor in found:
-            own = found[each.tensor][:, :, each.heads]
+        if each.tensor in actual:
+            own = actual[each.tensor][:, :, each.heads]
             norms.setdefault(each.tensor, []).append(_norms(each, own))
     return [_finding(tensor, torch.cat(n, dim=2), positions) for tensor, n in norms.items()]
 
@@ -148,11 +148,11 @@ def _stretches(rows: Tensor) -> Sequence[Tensor]:
     return rows.tensor_split(-(-len(rows) // _STRETCH))
 
 
-def _norms(expected: Expected, found: Tensor) -> Tensor:
+def _norms(expected: Expected, actual: Tensor) -> Tensor:
     """Return [3, stretches, heads]: the norms of error, of what is allowed, of the expected."""
-    found, value = found.double(), expected.value
-    same = found == value  # so are equal infinities, whose difference is NaN
-    error = (found - value).masked_fill(same, 0.0)
+    actual, value = actual.double(), expected.value
+    same = actual == value  # so are equal infinities, whose difference is NaN
+    error = (actual - value).masked_fill(same, 0.0)
     known = value.masked_fill(value.isinf(), 0.0)
     squares = (error.square().sum(-1), expected.allowed.square(), known.square().sum(-1))
     rows = torch.stack([x.sum(0) for x in squares], dim=1)
@@ -188,20 +188,20 @@ def _where(tensor: str, wrong: Tensor, positions: Tensor) -> str:
 
 def worst(findings: Iterable[Finding]) -> dict[str, Finding]:
     """Return for each tensor the finding of the rank whose error is the largest part of allowed."""
-    found: dict[str, Finding] = {}
+    by_tensor: dict[str, Finding] = {}
     for finding in findings:
-        if finding.tensor not in found or finding.share > found[finding.tensor].share:
-            found[finding.tensor] = finding
-    return found
+        if finding.tensor not in by_tensor or finding.share > by_tensor[finding.tensor].share:
+            by_tensor[finding.tensor] = finding
+    return by_tensor
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, Finding]]) -> str:
     """Write findings as text, a line for each row: errors, each with what is allowed."""
 
-    def cell(found: Finding | None) -> str:
-        if found is None:
+    def cell(finding: Finding | None) -> str:
+        if finding is None:
             return "-"
-        return f"{found.error:.1e} {'>' if found.where else '<'} {found.allowed:.1e}"
+        return f"{finding.error:.1e} {'>' if finding.where else '<'} {finding.allowed:.1e}"
 
     tensors = list(dict.fromkeys(tensor for row in rows.values() for tensor in row))
     lines = [[title, *tensors]]

@@ -20,7 +20,7 @@ class LatentGradients:
         self._weight = latents.weight.detach().double().unflatten(0, (k.shape[2], -1))  # [h, d, r]
         self._content = self._weight.shape[1] - v.shape[3]
 
-    def found(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def actual(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what is found, dk and dv replaced."""
         rest = dict(gradients)
         dk, dv, home = (rest.pop(name).double() for name in ("dk", "dv", "dlatent"))
