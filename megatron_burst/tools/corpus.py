@@ -133,10 +133,10 @@ def files(inputs: Sequence[Path]) -> Iterator[Path]:
 def _files(root: Path, *, is_library: bool) -> list[Path]:
     """All files below a directory but hidden and compiled ones; of the library its modules."""
     skipped = _SKIPPED if is_library else {"__pycache__"}
-    found = (path for path in root.rglob("*.py" if is_library else "*") if path.is_file())
+    paths = (path for path in root.rglob("*.py" if is_library else "*") if path.is_file())
     return sorted(
         path
-        for path in found
+        for path in paths
         if not any(p in skipped or p[0] == "." for p in path.relative_to(root).parts)
     )
 
@@ -175,10 +175,10 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     corpus = gather(args.input, paragraphs=args.paragraphs)
     corpus.write(args.output)
-    found = corpus.facts(args.output)
-    flags = shlex.join(["--data-path", found["prefix"], *found["tokenizer_args"]])
+    facts = corpus.facts(args.output)
+    flags = shlex.join(["--data-path", facts["prefix"], *facts["tokenizer_args"]])
     kinds = Counter(file.suffix or file.name for file in files(args.input)).most_common()
     of = ", ".join(f"{count} {kind}" for kind, count in kinds)
     said = f"corpus written, of files {of}: {corpus}\nflags of a training on it: {flags}"
-    print(json.dumps(found, indent=2) if args.json else said)
+    print(json.dumps(facts, indent=2) if args.json else said)
     return 0

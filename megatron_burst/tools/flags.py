@@ -35,9 +35,9 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
     """
     if words and not words[0].startswith("--"):
         raise ValueError(f"{words[0]} belongs to no flag")
-    if "yaml-cfg" in (found := flags_in(words)):
+    if "yaml-cfg" in (flags := flags_in(words)):
         raise ValueError("--yaml-cfg is not read here: pass what the file says as flags")
-    return found
+    return flags
 
 
 def flags_in(words: Sequence[str]) -> dict[str, Any]:
@@ -45,16 +45,16 @@ def flags_in(words: Sequence[str]) -> dict[str, Any]:
 
     Values stay strings, several are a list; a flag without one is True.
     """
-    found: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
-            found[name] = [value] if value else []
-        elif found:
-            found[name].append(word)
+            flags[name] = [value] if value else []
+        elif flags:
+            flags[name].append(word)
     return {
         name: True if not values else values[0] if len(values) == 1 else values
-        for name, values in found.items()
+        for name, values in flags.items()
     }
 
 
@@ -74,19 +74,19 @@ def names(words: Sequence[str]) -> set[str]:
 
 def variables(flags: Flags, there: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what the environment of a training on GPUs should say, and does not in `there`."""
-    found, given, there = dict[str, str](), kept(flags), there or {}
+    settings, given, there = dict[str, str](), kept(flags), there or {}
     # One queue to the GPU, so that a message starts before the computation that hides it. Before
     # Blackwell Megatron asserts it under tensor or context parallelism, its layers advise it under
     # sequence parallelism on any GPU, and under FSDP it is refused.
     if not _FSDP & given.keys():
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     # Tensors of many sizes, as documents and chunks are, leave holes in segments of a fixed size:
     # 11 to 30 % of what was allocated (scripts/bench/results/h200_first_run.md). This is the name
     # that Megatron looks at.
     captures = given.get("cuda-graph-impl", "none") != "none" or _FIXED_SEGMENTS & given.keys()
     if not (captures or there.get("PYTORCH_ALLOC_CONF")):
-        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return {name: value for name, value in found.items() if not there.get(name)}
+        settings["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return {name: value for name, value in settings.items() if not there.get(name)}
 
 
 def flags_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,10 +147,10 @@ def heads_of(given: Flags) -> Heads:
 def window_of(given: Flags) -> int | None:
     """Return how many keys to the left of itself a query sees, as in `Mask`; None: all."""
     text = str(given.get("window-size", "-1,0"))
-    found = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
-    if not found:
+    match = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
+    if not match:
         raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
-    return int(found[1]) if int(found[1]) >= 0 else None
+    return int(match[1]) if int(match[1]) >= 0 else None
 
 
 # ---- the layers of a HybridModel, by its pattern
@@ -169,8 +169,8 @@ def hybrid_pattern(given: Flags) -> str:
     if text.isdigit():
         kinds = "".join("0" if layer % int(text) else "1" for layer in range(layers))
     else:
-        found = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
-        kinds = "".join(part.replace(",", "") * int(times or 1) for part, times in found)
+        groups = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
+        kinds = "".join(part.replace(",", "") * int(times or 1) for part, times in groups)
     if len(kinds) != layers:
         raise ValueError(
             f"--moe-layer-freq {text} says of {len(kinds)} layers what they are, but there are "
@@ -179,7 +179,7 @@ def hybrid_pattern(given: Flags) -> str:
     return kinds.replace("0", "*-").replace("1", "*E")
 
 
-def as_asked(flags: Flags, own: Collection[str], *, gpt: bool) -> dict[str, Any]:
+def adapt_flags(flags: Flags, own: Collection[str], *, gpt: bool) -> dict[str, Any]:
     """Return the flags of a run as `gpt` and the names of one's own ask for its model.
 
     Raises:

@@ -47,8 +47,8 @@ UNCOUNTED = (
 
 def peak_tflops(device: str) -> float | None:
     """Return the peak of a device by its name, None where it is not known, as of a CPU."""
-    found = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device))
-    return next(found, None)
+    peaks = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device))
+    return next(peaks, None)
 
 
 def step_flops(model: Model, tokens: int, pairs: int) -> float:

@@ -67,12 +67,12 @@ def versions() -> Mapping[str, str]:
     """Return the packages that training runs on; of one installed twice that which is imported."""
     from importlib.metadata import distributions  # a third of what starting a launcher takes
 
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for package in distributions():
         name = package.name or ""
         if name.lower().startswith(_PACKAGES):
-            found.setdefault(name, package.version)
-    return dict(sorted(found.items()))
+            packages.setdefault(name, package.version)
+    return dict(sorted(packages.items()))
 
 
 def commit(directory: Path) -> str:
@@ -86,8 +86,8 @@ def commit(directory: Path) -> str:
 
 def cpu_model() -> str:
     """Return the name of the processor."""
-    found = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def gpus() -> list[dict[str, str]]:

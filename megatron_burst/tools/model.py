@@ -90,12 +90,12 @@ class Model:
         if self.latents:
             query, kv, rope = self.latents.query, self.latents.kv, self.latents.rope
             made = query * (self.hidden + queries) if query else self.hidden * queries
-            keys = self.heads * (self.head_dim - rope) + values
-            made += self.hidden * (kv + rope) + kv * keys
-            saved = query + kv + 2 * queries + 2 * keys
+            expanded = self.heads * (self.head_dim - rope) + values
+            made += self.hidden * (kv + rope) + kv * expanded
+            saved = query + kv + 2 * queries + 2 * expanded
         else:
-            keys = self.kv_heads * (self.head_dim + self.value_head_dim)
-            made = self.hidden * (queries + keys)
+            expanded = self.kv_heads * (self.head_dim + self.value_head_dim)
+            made = self.hidden * (queries + expanded)
             saved = 2 * queries + self.kv_heads * (2 * self.head_dim + self.value_head_dim)
         parameters = made + values * self.hidden
         # Its norm and sum, q and k before and after rotary, v, the output.

@@ -86,7 +86,7 @@ class OneRank:
         k, v = side_by_side((k, v))  # as attention keeps them
         self.tensors: Tensors = self._q, k, v, self._dout
         self.call = prepare(context, self._q, k, v, mask or Mask.causal(), k.shape[-1] ** -0.5)
-        self._keys = KeysAndValues(self.call.forward_plan.rank, k, v)
+        self._kv = KeysAndValues(self.call.forward_plan.rank, k, v)
         blocks = (tiles for step in self.call.forward_plan.steps for tiles in step.blocks)
         self.pairs = sum(int(tiles.cells.pairs.sum()) for tiles in blocks)
         self.result: tuple[Tensor, Tensor] | None = None
@@ -94,13 +94,13 @@ class OneRank:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         self.result = None  # else it would live beside the next
-        self.result = forward(self._q, self._keys, self.call)
+        self.result = forward(self._q, self._kv, self.call)
         return self.result
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return (dq, dk, dv, None) of the last forward."""
         out, lse = self.result or self.forward()
-        return backward(self._dout, self._q, self._keys, out, lse, self.call)
+        return backward(self._dout, self._q, self._kv, out, lse, self.call)
 
 
 class EmptyKernel:
@@ -121,8 +121,8 @@ class EmptyKernel:
     def backward(self, tile: KernelInput, *_: Tensor) -> Gradients:
         """Return (dq, dk, dv)."""
         (batch, queries, heads, dim), kv_heads = tile.q.shape, tile.k.shape[2]
-        rows = batch * queries * workspace_bytes(heads, kv_heads, dim)
-        workspace = tile.q.new_empty(rows, dtype=torch.uint8)
+        nbytes = batch * queries * workspace_bytes(heads, kv_heads, dim)
+        workspace = tile.q.new_empty(nbytes, dtype=torch.uint8)
         q, k, v = map(torch.empty_like, tile.qkv)
         del workspace
         return q, k, v

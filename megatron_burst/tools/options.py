@@ -28,8 +28,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with a message; behind a flag that is none of ours, where it may belong."""
-        _, found, words = message.partition("unrecognized arguments: --")
-        if self._takes_megatrons and found:
+        _, unknown, words = message.partition("unrecognized arguments: --")
+        if self._takes_megatrons and unknown:
             near = get_close_matches(f"--{words.split()[0]}", self._option_string_actions, 1, 0.8)
             place = f"Megatron's flags go behind --: {self.prog} … -- --{words}"
             message += f"; the nearest is {near[0]}" if near else f"; {place}"

@@ -34,8 +34,8 @@ def table(left: Iterable[str], right: Iterable[str], rows: Iterable[Sequence[str
 
 def cells(figures: Mapping[str, Any], columns: Columns) -> list[str]:
     """Return what a row shows in columns, `NONE` where it lacks a figure."""
-    found = ((figures.get(name), factor, form) for name, factor, form in columns.values())
-    return [NONE if x is None else form.format(x * factor) for x, factor, form in found]
+    shown = ((figures.get(name), factor, form) for name, factor, form in columns.values())
+    return [NONE if x is None else form.format(x * factor) for x, factor, form in shown]
 
 
 def complain(command: str, problems: Iterable[str]) -> None:

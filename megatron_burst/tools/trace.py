@@ -60,30 +60,30 @@ def summary(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no trace, or no attention in it.
     """
-    rows: dict[int, list[dict[str, Any]]] = {}
+    by_rank: dict[int, list[dict[str, Any]]] = {}
     names: set[str] = set()
     below = directory / "torch_profile"  # where Megatron puts it
     for path in (below if below.is_dir() else directory).glob("rank-*.json*"):
         try:
             rank, events = int(path.name.split(".")[0].removeprefix("rank-")), _events(path)
-            if rank in rows:
+            if rank in by_rank:
                 raise TypeError("a second file of the rank")
-            rows[rank] = [*_rows(rank, events)]
+            by_rank[rank] = [*_rows(rank, events)]
             names |= {str(event.get("name")) for event in events}
         except _UNREADABLE as error:
             raise ValueError(f"{path} is no trace of torch.profiler: {error!r}") from error
-    if not rows:
+    if not by_rank:
         raise ValueError(
             f"{directory} has no rank-N.json.gz: train with --profile --use-pytorch-profiler "
             "--profile-step-start 2 --profile-step-end 4 --tensorboard-dir RUN/tensorboard"
         )
-    if not any(rows.values()):
+    if not any(by_rank.values()):
         raise ValueError(
             f"{directory}: no attention of ours ran in the profiled steps; see --profile-step-start"
         )
     steps = sum(name.startswith("ProfilerStep#") for name in names) or 1
-    found = [row for rank in sorted(rows) for row in rows[rank]]
-    return {"ranks": sorted(rows), "steps": steps, "rows": found}
+    passes = [row for rank in sorted(by_rank) for row in by_rank[rank]]
+    return {"ranks": sorted(by_rank), "steps": steps, "rows": passes}
 
 
 def _events(path: Path) -> list[Event]:
@@ -120,26 +120,26 @@ def hidden(exposed: float, communication: float) -> float | None:
 def _calls(events: Sequence[Event]) -> Iterator[tuple[str, _Call]]:
     """Read one rank's calls and their names, from the device's kernels where there are any."""
     named = (event for event in events if event.get("cat") == "user_annotation")
-    ranges = [(event, found) for event in named if (found := _RANGE.match(event["name"]))]
+    ranges = [(event, match) for event in named if (match := _RANGE.match(event["name"]))]
     for event, _ in ranges:
         _span(event)  # that they are numbers, also where a call has none of them
     known = [event for event in events if "correlation" in event.get("args", {})]
     kernels = {e["args"]["correlation"]: e for e in known if e["cat"] in _DEVICE}
     launches = [e for e in known if e["cat"] not in _DEVICE and e["args"]["correlation"] in kernels]
     busy = _union(_span(kernel) for kernel in kernels.values() if not _is_nccl(kernel))
-    for call, name in ((event, found[1]) for event, found in ranges if found[2] is None):
+    for call, name in ((event, match[1]) for event, match in ranges if match[2] is None):
         window = _span(call)
-        parts = [(_span(event), found) for event, found in ranges if found[2] and _in(call, event)]
-        posts = [(span[0], found) for span, found in parts if found[3] == "post"]
-        waits = {found[2]: span for span, found in parts if found[3] == "wait"}
-        spans = [(posted, waits[found[4]][1]) for posted, found in posts if found[4] in waits]
+        parts = [(_span(event), match) for event, match in ranges if match[2] and _in(call, event)]
+        posts = [(span[0], match) for span, match in parts if match[3] == "post"]
+        waits = {match[2]: span for span, match in parts if match[3] == "wait"}
+        spans = [(posted, waits[match[4]][1]) for posted, match in posts if match[4] in waits]
         exposed = _length(waits.values())
         if ours := [kernels[e["args"]["correlation"]] for e in launches if _in(call, e)]:
             window = min(k["ts"] for k in ours), max(_span(k)[1] for k in ours)
             spans = [_span(kernel) for kernel in ours if _is_nccl(kernel)]
             beside = [span for span in busy if span[1] > window[0] and span[0] < window[1]]
             exposed = _length([*spans, *beside]) - _length(beside)
-        sent = sum(int(found[5]) for _, found in posts)
+        sent = sum(int(match[5]) for _, match in posts)
         yield name, (window[1] - window[0], _length(spans), exposed, sent)
 
 
@@ -160,13 +160,13 @@ def _span(event: Event) -> Span:
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    found: list[Span] = []
+    union: list[Span] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(stop, union[-1][1])
         else:
-            found.append((start, stop))
-    return found
+            union.append((start, stop))
+    return union
 
 
 def _length(spans: Iterable[Span]) -> float:

@@ -56,14 +56,14 @@ def main(argv: list[str]) -> int:
     shows = ranks == 1 or dist.get_rank() == 0
     if ranks == 1:
         print("verify: one rank: its kernel is looked at, no ring", file=sys.stderr, flush=True)
-    rows, problems = _check_all(_cases(args), device, shows=shows and not args.json)
+    results, problems = _check_all(_cases(args), device, shows=shows and not args.json)
     right = "all is right" if ranks > 1 else _ONE_RANK
     if shows:
         if args.json:
-            found = {case: {n: asdict(f) for n, f in row.items()} for case, row in rows.items()}
-            print(json.dumps({"ranks": ranks, "results": found, "problems": problems}, indent=2))
+            plain = {case: {n: asdict(f) for n, f in row.items()} for case, row in results.items()}
+            print(json.dumps({"ranks": ranks, "results": plain, "problems": problems}, indent=2))
         else:
-            print(_headline(args, device, ranks), table("", rows), *problems, sep="\n")
+            print(_headline(args, device, ranks), table("", results), *problems, sep="\n")
             print("verify: something is wrong" if problems else f"verify: {right}")
     if joins:
         dist.destroy_process_group()
@@ -80,20 +80,20 @@ def _check_all(
 ) -> tuple[dict[str, dict[str, Finding]], list[str]]:
     """Return the worst findings of every case, and what is wrong; show which one is at work."""
     contexts: dict[BurstConfig, BurstContext] = {}
-    rows, problems = {}, []
+    results, problems = {}, []
     for case in cases:
         if shows:
             print(f"  ... {case}", file=sys.stderr, flush=True)
         try:
             if case.config not in contexts:
                 contexts[case.config] = BurstContext.create(case.config)
-            kernel, found = check(case, contexts[case.config], device)
+            kernel, findings = check(case, contexts[case.config], device)
         except ValueError as error:  # on all ranks
             problems.append(f"{case} cannot run: {error}")
             continue
-        rows[f"{case}, {contexts[case.config].grid}, {kernel}"] = found
-        problems += [f"{case}, {finding}" for finding in found.values() if finding.where]
-    return rows, problems
+        results[f"{case}, {contexts[case.config].grid}, {kernel}"] = findings
+        problems += [f"{case}, {finding}" for finding in findings.values() if finding.where]
+    return results, problems
 
 
 def check(
@@ -122,8 +122,8 @@ def check(
         mask=mask,
     )
     out.backward(dout.detach())
-    found = worst(itertools.chain.from_iterable(context.gather("collect what was found", mine)))
-    return context.kept.kernel.name, found
+    findings = worst(itertools.chain.from_iterable(context.gather("collect what was found", mine)))
+    return context.kept.kernel.name, findings
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
@@ -162,10 +162,10 @@ def start(backend: str = "auto", device_type: str = "auto") -> torch.device:
     """
     on_nccl = torch.cuda.is_available() and backend != "gloo" and device_type != "cpu"
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-    asked = "--device cuda" if device_type == "cuda" else "--backend nccl"
+    flag = "--device cuda" if device_type == "cuda" else "--backend nccl"
     why_not = ""
     if (device_type == "cuda" and not gpus) or (backend == "nccl" and not on_nccl):
-        why_not = f"{asked}: torch {torch.__version__} finds {gpus} GPUs here, --device "
+        why_not = f"{flag}: torch {torch.__version__} finds {gpus} GPUs here, --device "
         why_not += f"{device_type}: drop it, or see megatron-burst doctor"
     elif on_nccl and local >= gpus:
         why_not = f"rank {local} of this node has no GPU, there are {gpus}: start fewer, or share "

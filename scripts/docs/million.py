@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pages import fill, parser, table
 
-from megatron_burst.tools.flags import as_asked
+from megatron_burst.tools.flags import adapt_flags
 from megatron_burst.tools.plan import ladder, memory
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import Candidate
@@ -30,11 +30,11 @@ def parts() -> dict[str, str]:
     climbs = {name: _climb(name, gpus) for name, gpus in JOBS.items()}
     rungs = climbs["llama3_8b"]
     best = max(rungs, key=lambda rung: rung.longest)
-    found = {"command": f"```bash\n{wrapped(best.way.command())}\n```", "memory": _memory(best.way)}
-    found["wrong"] = _wrong(best)
-    found["llama3_8b"] = _ladder(rungs)
-    found["others"] = _others(climbs)
-    return found
+    texts = {"command": f"```bash\n{wrapped(best.way.command())}\n```", "memory": _memory(best.way)}
+    texts["wrong"] = _wrong(best)
+    texts["llama3_8b"] = _ladder(rungs)
+    texts["others"] = _others(climbs)
+    return texts
 
 
 def wrapped(command: str) -> str:
@@ -52,7 +52,7 @@ def _climb(model: str, gpus: int) -> list[ladder.Rung]:
     configs = Configs.read()
     flags = configs.flags_of("_long") | configs.model(model)
     del flags["lm-head-memory-mb"]  # the loss's chunks have their default, as in a search
-    flags = as_asked(flags, {}, gpt=False)
+    flags = adapt_flags(flags, {}, gpt=False)
     return ladder.climb(ladder.sized(flags, _TOKENS), configs.cluster("h100"), gpus)
 
 

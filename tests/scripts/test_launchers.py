@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from megatron_burst.tools import hardware
-from megatron_burst.tools.flags import arguments, as_asked
+from megatron_burst.tools.flags import adapt_flags, arguments
 from megatron_burst.tools.launch import __main__ as launch
 from megatron_burst.tools.launch import site, slurm, ssh
 from megatron_burst.tools.plan.configs import Configs
@@ -81,7 +81,7 @@ def test_what_is_killed_was_started_here() -> None:
 
 
 def named(run: str, *, gpt: bool = False) -> list[str]:
-    return arguments(as_asked(Configs.read().run(run).flags, {}, gpt=gpt))
+    return arguments(adapt_flags(Configs.read().run(run).flags, {}, gpt=gpt))
 
 
 def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: Machine) -> None:

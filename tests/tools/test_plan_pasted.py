@@ -238,7 +238,7 @@ def test_a_variable_that_megatron_refuses_is_dropped(
     found = answer.answer(read(sharded))
     assert any("FSDP requires" in each.text for each in found.findings or ()) and not found.left
     assert f"\nenvironment: not {name}=1\n" in "\n".join(found.lines())
-    assert found.change.of_command(found.asked)[0] == "torchrun"
+    assert found.change.of_command(found.pasted)[0] == "torchrun"
 
 
 def test_segments_that_expand_are_asked_for(

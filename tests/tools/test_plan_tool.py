@@ -402,7 +402,7 @@ def test_what_cannot_be_ranked_is_said(
 
 def asked(text: str) -> dict[str, Any]:
     own, rest = split_at_dashes(text.split())
-    return command._asked(CONFIGS, parser().parse_args(own), parsed(rest or []))[0]
+    return command._job(CONFIGS, parser().parse_args(own), parsed(rest or []))[0]
 
 
 def test_what_a_run_says_can_be_taken_back() -> None:

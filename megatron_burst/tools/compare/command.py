@@ -20,8 +20,8 @@ from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
 from megatron_burst.tools.flags import (
     DOCUMENTS,
     Flags,
+    adapt_flags,
     arguments,
-    as_asked,
     heads_of,
     parsed,
     whole,
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
     _fill(args)
-    series, chosen = _asked(args)
+    series, chosen = _series_and_variants(args)
     if args.dry_run:
         for variant in chosen:
             what = variant.why_not and f"{LEFT_OUT}: {variant.why_not}"
@@ -100,10 +100,10 @@ def _fill(args: argparse.Namespace) -> None:
 
 def _named(flags: Flags, args: argparse.Namespace) -> list[str]:
     """The flags of --toy or --run for the model that is asked for, and the user's behind."""
-    return [*arguments(as_asked(flags, parsed(args.flags), gpt=args.gpt)), *args.flags]
+    return [*arguments(adapt_flags(flags, parsed(args.flags), gpt=args.gpt)), *args.flags]
 
 
-def _asked(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
+def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant]]:
     """The runs and the variants.
 
     Raises:

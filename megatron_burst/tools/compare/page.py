@@ -54,13 +54,13 @@ class Comparison:
     @property
     def faults(self) -> list[str]:
         """What is wrong, a sentence each."""
-        found = [f"{r.name} failed: {r.reason}" for r in self.results if r.status == FAILED]
+        faults = [f"{r.name} failed: {r.reason}" for r in self.results if r.status == FAILED]
         for each in self.ran if self.is_toy else ():
             first, last = each.losses[0][1], each.losses[-1][1]
             if each.steps >= _STEPS_TO_LEARN and not first - last >= _NATS:
                 text = f"{each.name} has not learned: its loss is {last:.3f} after {each.steps} "
-                found.append(f"{text}steps, {first:.3f} at first (at least {_NATS} nats lower)")
-        return found + [
+                faults.append(f"{text}steps, {first:.3f} at first (at least {_NATS} nats lower)")
+        return faults + [
             f"{name} differs from {self.reference} by {far.relative:.1e} at step {far.step} "
             f"(allowed: {self.tolerance:.0e})"
             for name, far in self.apart.items()
@@ -84,7 +84,9 @@ def write_report(comparison: Comparison, directory: Path) -> Path:
     """Write compare.md and compare.json; return the page."""
     page = directory / "compare.md"
     columns, rows = table(comparison)
-    write_text(page, pages.page("compare", found=comparison, columns=["", *columns], rows=rows))
+    write_text(
+        page, pages.page("compare", comparison=comparison, columns=["", *columns], rows=rows)
+    )
     write_text(directory / "compare.json", json.dumps(as_json(comparison), indent=2) + "\n")
     return page
 

@@ -109,9 +109,9 @@ def _exposed(directory: Path) -> Mapping[str, float | None] | None:
     content = trace.summary(directory)
     rows = [row for row in content["rows"] if row["name"] == trace.ATTENTION]
     names = ("seconds", "communication", "exposed", "bytes_sent")
-    found = {name: fmean(row[name] for row in rows) / content["steps"] for name in names}
-    hidden = trace.hidden(found["exposed"], found["communication"])
-    return found | {"share": found["exposed"] / found["seconds"], "hidden": hidden}
+    means = {name: fmean(row[name] for row in rows) / content["steps"] for name in names}
+    hidden = trace.hidden(means["exposed"], means["communication"])
+    return means | {"share": means["exposed"] / means["seconds"], "hidden": hidden}
 
 
 def differences(results: Sequence[Result], reference: str, first: int) -> dict[str, Difference]:
@@ -122,7 +122,7 @@ def differences(results: Sequence[Result], reference: str, first: int) -> dict[s
     """
     losses = {result.name: result.losses for result in results if result.status == RAN}
     expected = losses.pop(reference)
-    found = {}
+    by_name = {}
     for name, series in losses.items():
         if [step for step, _ in series] != [step for step, _ in expected]:
             raise ValueError(
@@ -132,8 +132,8 @@ def differences(results: Sequence[Result], reference: str, first: int) -> dict[s
         pairs = zip(series[:first], expected[:first], strict=True)
         apart = [(abs(a - b) / abs(b) if b else math.nan, step) for (step, a), (_, b) in pairs]
         relative, step = max(apart, key=lambda x: math.inf if math.isnan(x[0]) else x[0])
-        found[name] = Difference(relative=relative, step=step)
-    return found
+        by_name[name] = Difference(relative=relative, step=step)
+    return by_name
 
 
 def gpus() -> int:

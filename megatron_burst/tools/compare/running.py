@@ -121,7 +121,7 @@ def _reason(status: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     for pattern in _REASONS:
         for number, line in enumerate(lines):
-            if found := re.match(pattern, line):
+            if match := re.match(pattern, line):
                 more = itertools.takewhile(lambda text: text[:1] == " ", lines[number + 1 :])
-                return " ".join([found[1], *(text.strip() for text in more)])[:_LONGEST]
+                return " ".join([match[1], *(text.strip() for text in more)])[:_LONGEST]
     return f"status {status}; see {log}"

@@ -69,14 +69,14 @@ def variants(job: Job) -> list[Variant]:
     size = f"--context-parallel-size {job.context}" + f" {DOCUMENTS}" * job.has_documents
     place = f"{size} --burst-ranks-per-node {job.ranks_per_node}" if job.ranks_per_node else size
     ours = ((name, f"{place} {more}", why_not) for name, more, why_not in _ours(job))
-    found = []
+    listed = []
     for name, flags, why_not in (*_alone(job), *_megatrons(job, size), *ours):
         algorithm = name.removeprefix("CP=1 ").split()[0]
         words = f"--context-parallel-algo {algorithm} {flags}".split()
         # One context-parallel rank and no data parallelism: as few ranks as the model allows.
         ranks = job.tensor * job.pipeline if name in REFERENCES else job.ranks
-        found.append(Variant(name=name, flags=tuple(words), ranks=ranks, why_not=why_not))
-    return found
+        listed.append(Variant(name=name, flags=tuple(words), ranks=ranks, why_not=why_not))
+    return listed
 
 
 def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
@@ -88,10 +88,10 @@ def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
     names = [variant.name for variant in every]
     kept: list[str] = []
     for pattern in patterns or ["*"]:
-        if not (found := fnmatch.filter(names, pattern)):
+        if not (matches := fnmatch.filter(names, pattern)):
             known = "', '".join(names)
             raise ValueError(f"--variants '{pattern}' matches none of '{known}'")
-        kept += found
+        kept += matches
     return [
         v if v.name in kept else replace(v, why_not=v.why_not or "left out by --variants")
         for v in every

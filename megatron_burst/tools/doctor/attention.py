@@ -54,10 +54,10 @@ class Served:
     is_taken: bool
 
 
-def served(request: Request, asked: str = "auto") -> list[Served]:
-    """Ask every kernel, in the order in which `auto` does; `asked` is that of --burst-kernel."""
+def served(request: Request, wanted: str = "auto") -> list[Served]:
+    """Ask every kernel, in the order in which `auto` does; `wanted` is that of --burst-kernel."""
     try:
-        taken = select_kernel(asked, request).name.split(" ")[0]
+        taken = select_kernel(wanted, request).name.split(" ")[0]
     except ValueError:
         taken = ""
     return [

@@ -169,9 +169,9 @@ def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
         (args.softmax_type != "vanilla", "sinks", {"p2p", "all_gather", "a2a+p2p"}),
         (args.dataloader_inter_document_masking, "documents", {"all_gather", "a2a+p2p"}),
     ):
-        if is_wanted and (found := sorted(types & lack_it)):
+        if is_wanted and (lacking := sorted(types & lack_it)):
             text = (
-                f"TransformerEngine 2.17 has no {what} with --cp-comm-type {' '.join(found)}; "
+                f"TransformerEngine 2.17 has no {what} with --cp-comm-type {' '.join(lacking)}; "
                 "older versions may leave them out without a word"
             )
             yield Finding("te-features", _ERROR, text, BURST)
@@ -233,13 +233,13 @@ def _ends(args: Namespace) -> Iterator[Finding]:
     from megatron_burst.data_checks.data_files import readable_indexes  # imports Megatron
 
     names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-    asked = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
-    for prefix, index in readable_indexes(args) if asked else ():
+    flags = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    for prefix, index in readable_indexes(args) if flags else ():
         first = index.sequence_pointers[:_LOOKED_AT] // index.dtype_size
         last = first + index.sequence_lengths[:_LOOKED_AT] - 1
         tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")
         if len(np.unique(tokens[last])) > 1:
-            text = f"{' and '.join(asked)}: documents of {prefix} do not all end with one token"
+            text = f"{' and '.join(flags)}: documents of {prefix} do not all end with one token"
             yield Finding("no-end-tokens", _WRONG, text, "preprocess_data.py --append-eod")
 
 

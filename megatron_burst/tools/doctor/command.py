@@ -67,11 +67,11 @@ def _without_megatron(parts: Sequence[Part]) -> Iterator[Finding]:
             yield Finding("megatron", Level.ERROR, part.use)
 
 
-def _unserved(asked: str, kernels: Sequence[Served]) -> Iterator[Finding]:
+def _unserved(named: str, kernels: Sequence[Served]) -> Iterator[Finding]:
     """The kernel that a command names, where it does not serve: another one is no answer."""
-    if asked != "auto" and kernels and not any(each.is_taken for each in kernels):
-        reasons = "; ".join(why for each in kernels if each.kernel == asked for why in each.reasons)
-        text = f"--burst-kernel {asked} cannot serve this attention: {reasons}"
+    if named != "auto" and kernels and not any(each.is_taken for each in kernels):
+        reasons = "; ".join(why for each in kernels if each.kernel == named for why in each.reasons)
+        text = f"--burst-kernel {named} cannot serve this attention: {reasons}"
         yield Finding("kernel", Level.ERROR, text, "--burst-kernel auto")
 
 

@@ -24,7 +24,7 @@ def findings(
 ) -> Iterator[Finding]:
     """Compare what the planner predicts with the cards of a cluster, given or found here."""
     configs = Configs.read()
-    name = cluster or _found(configs)
+    name = cluster or _cluster_here(configs)
     if name is None:
         return
     machine, gpus = configs.cluster(name), target.nodes * target.ranks_per_node
@@ -68,7 +68,7 @@ def _told(load: Workload, lacks: str) -> str:
     return f"a GPU needs {needed / _GIB:.1f} GiB of {there / _GIB:.1f} that may be counted"
 
 
-def _found(configs: Configs) -> str | None:
+def _cluster_here(configs: Configs) -> str | None:
     """The cluster of the planner's table whose GPU is here."""
     if not torch.cuda.is_available():
         return None

@@ -49,17 +49,17 @@ def see_beside(line: LaunchLine) -> None:
 
 def parse(line: LaunchLine, target: Target) -> Parsed:
     """Parse and validate as the program would on the first rank of the job."""
-    found = Parsed()
+    parsed = Parsed()
     with _as_first_rank(line, target) as said:
         try:
-            _parse(line, target, found)
+            _parse(line, target, parsed)
         except SystemExit as leaving:
-            found.stops.append(_last_words(leaving, said))
+            parsed.stops.append(_last_words(leaving, said))
         except Exception as error:  # whatever ends the program is what is asked for
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
-            found.stops.append(str(error) or where)
-    return found
+            parsed.stops.append(str(error) or where)
+    return parsed
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def _as_first_rank(line: LaunchLine, target: Target) -> Iterator[io.StringIO]:
         logging.disable(logging.NOTSET)
 
 
-def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
+def _parse(line: LaunchLine, target: Target, parsed: Parsed) -> None:
     """Do what the program does, and note how far it comes; raises what ends it."""
     if any(word.partition("=")[0] == "--yaml-cfg" for word in line.flags):
         raise ValueError("the doctor does not read --yaml-cfg: pass what the file says as flags")
@@ -103,21 +103,21 @@ def _parse(line: LaunchLine, target: Target, found: Parsed) -> None:
     if line.is_attached:
         attach.attach(look_at_files, own_entry=line.program in OUR_ENTRIES)
     parser = arguments.parse_args if line.starts_us else unwrap(arguments.parse_args)
-    args = _unended(parser, found)
+    args = _unended(parser, parsed)
     if args.use_checkpoint_args and not (args.num_layers or args.hybrid_layer_pattern):
-        found.unknown = (
+        parsed.unknown = (
             "--use-checkpoint-args: no checkpoint is read here, so what depends on the model was "
             "not checked"
         )
     if line.is_attached:
-        found.config = Refused().by(burst_config_from_args, args)  # what it refuses was said
-    if not found.unknown:
+        parsed.config = Refused().by(burst_config_from_args, args)  # what it refuses was said
+    if not parsed.unknown:
         arguments.validate_args(args, {})
-    if not found.unknown:
-        _build_configs(line, args, target, found)
+    if not parsed.unknown:
+        _build_configs(line, args, target, parsed)
 
 
-def _unended(parser: Callable[[], Namespace], found: Parsed) -> Namespace:
+def _unended(parser: Callable[[], Namespace], parsed: Parsed) -> Namespace:
     """Parse; what our parts refuse is noted and ends nothing, for Megatron may refuse more."""
     refused = Refused()
 
@@ -126,38 +126,38 @@ def _unended(parser: Callable[[], Namespace], found: Parsed) -> Namespace:
 
     with patch.object(compat, "stop", note):
         args = parser()
-    found.args = copy.copy(args)
+    parsed.args = copy.copy(args)
     before = len(refused)
     refused.by(check_ranks, args)
     if len(refused) > before:  # Megatron's own check would hide what comes behind it
         args.world_size = math.prod(parallel_sizes(args))
-    found.stops += dict.fromkeys(refused)
+    parsed.stops += dict.fromkeys(refused)
     return args
 
 
-def _build_configs(line: LaunchLine, args: Namespace, target: Target, found: Parsed) -> None:
+def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Parsed) -> None:
     """Make the model's configuration, which checks what the parser does not."""
     from megatron_burst.plugin import pretraining
     from megatron_burst.plugin.refusals import refusals
 
     if line.program in OUR_ENTRIES and (reason := pretraining.refusal(args)):
-        found.stops.append(reason)
+        parsed.stops.append(reason)
     try:
         model_config = pretraining.model_config(args)
     except ValueError as error:
         if not target.is_cluster or _NO_ROPE_FUSION not in str(error):
             raise
-        found.absent = "TransformerEngine is not installed here: RoPE's fusion was not checked"
+        parsed.absent = "TransformerEngine is not installed here: RoPE's fusion was not checked"
         args.apply_rope_fusion = False
         model_config = pretraining.model_config(args)
-    if found.config is not None:
-        said = "\n".join(found.stops)
-        found.stops += [text for text in refusals(model_config.transformer) if text not in said]
+    if parsed.config is not None:
+        said = "\n".join(parsed.stops)
+        parsed.stops += [text for text in refusals(model_config.transformer) if text not in said]
 
 
 def _last_words(leaving: SystemExit, said: io.StringIO) -> str:
     """What the program said: argparse prints pages of usage before its one line."""
     if isinstance(leaving.code, str):
         return leaving.code.removeprefix("megatron_burst: ")
-    _, found, error = said.getvalue().rpartition("error: ")
-    return error.strip() if found else f"it ends with status {leaving.code}"
+    _, separator, error = said.getvalue().rpartition("error: ")
+    return error.strip() if separator else f"it ends with status {leaving.code}"

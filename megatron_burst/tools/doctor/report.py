@@ -78,7 +78,7 @@ def _served(kernel: Served) -> str:
 def lines_of(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield what is read of findings, the worst first."""
     for level in Level:
-        for found in (each for each in findings if each.level is level):
-            text = found.text.replace("\n", "\n" + " " * 11)
-            remedy = f" -> {found.remedy}" if found.remedy else ""
-            yield f"{level:<8} {found.check}: {text}{remedy}"
+        for finding in (each for each in findings if each.level is level):
+            text = finding.text.replace("\n", "\n" + " " * 11)
+            remedy = f" -> {finding.remedy}" if finding.remedy else ""
+            yield f"{level:<8} {finding.check}: {text}{remedy}"

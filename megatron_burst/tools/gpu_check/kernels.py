@@ -93,14 +93,14 @@ def cases(*, all_of_them: bool) -> Iterator[Case]:
 
 def check(device: Device) -> Iterator[Check]:
     """Compare the kernels that serve this device."""
-    some = [*cases(all_of_them=device.is_gpu)]
+    every = [*cases(all_of_them=device.is_gpu)]
     for name in device.kernels(8, 8, 64):
-        yield from _of_kernel(device, name, some)
+        yield from _of_kernel(device, name, every)
 
 
-def _of_kernel(device: Device, name: str, some: Iterable[Case]) -> Iterator[Check]:
+def _of_kernel(device: Device, name: str, tried: Iterable[Case]) -> Iterator[Check]:
     worst, where, refused, wrong = 0.0, "", Counter[str](), 0
-    for number, case in enumerate(some):
+    for number, case in enumerate(tried):
         try:
             kernel = select_kernel(name, case.request(device.device))
         except ValueError as error:
@@ -125,12 +125,12 @@ def errors(device: Device, kernel: Kernel, case: Case) -> Iterator[tuple[float, 
     """Yield the relative error of every result, and its name."""
     tile, dout = case.tile(device.device)
     out, lse = kernel.forward(tile)
-    found = out, lse, *kernel.backward(tile, dout, out, lse)
+    actual = out, lse, *kernel.backward(tile, dout, out, lse)
     q, k, v = (x.double() for x in tile.qkv)
     exact, reference = replace(tile, q=q, k=k, v=v), KERNELS["reference"]
     out, lse = reference.forward(exact)
     expected = out, lse, *reference.backward(exact, dout.double(), out, lse)
-    for name, mine, right in zip(_NAMES, found, expected, strict=True):
+    for name, mine, right in zip(_NAMES, actual, expected, strict=True):
         if name == "dq" and case.score:  # its first column is 0, of terms as large as the score
             yield (0.0 if mine.isfinite().all() else torch.inf), name
             mine, right = mine[..., 1:], right[..., 1:]

@@ -46,10 +46,10 @@ def _numbers(device: Device) -> Iterator[Check]:
     exact, wide = (x.detach().double().requires_grad_() for x in (hidden, weight))
     for how, more in {"none": "", "mean": ", of logits made once"}.items():
         chunked = partial(linear_cross_entropy, chunk_size=48, reduction=how)
-        found = _losses_and_gradients(chunked, hidden, weight, targets)
+        actual = _losses_and_gradients(chunked, hidden, weight, targets)
         all_logits = partial(_all_logits, reduction=how)
         right = _losses_and_gradients(all_logits, exact, wide, targets)
-        for name, *both in zip(("losses", "dhidden", "dweight"), found, right, strict=True):
+        for name, *both in zip(("losses", "dhidden", "dweight"), actual, right, strict=True):
             yield at_most(f"error of {name}{more}", relative_error(*both), _ERROR)
 
 
@@ -68,11 +68,11 @@ def _losses_and_gradients(
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), scale)
 
 
-def inputs(device: Device, tokens: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(device: Device, tokens: int, vocabulary: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw states and a weight whose logits have a standard deviation of 2, and targets."""
     draw = drawing(device.device, torch.float32)
-    hidden, weight = draw(tokens, dim), draw(rows, dim) * 2 / dim**0.5
-    targets = torch.arange(tokens, device=device.device) * 7919 % rows
+    hidden, weight = draw(tokens, dim), draw(vocabulary, dim) * 2 / dim**0.5
+    targets = torch.arange(tokens, device=device.device) * 7919 % vocabulary
     return hidden.to(DTYPE).requires_grad_(), weight.to(DTYPE).requires_grad_(), targets
 
 

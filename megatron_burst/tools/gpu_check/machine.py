@@ -47,8 +47,8 @@ def _speeds(device: Device) -> Iterator[Check]:
             of_both[name] = of_both.get(name, 0.0) + sum(times)
             flops = [attention_flops(one.pairs, *dims, backward=b) / 1e12 for b in (False, True)]
             speeds = [f"{work / seconds:.4g}" for work, seconds in zip(flops, times, strict=True)]
-            found = f"{' and '.join(speeds)} TFLOP/s, forward and backward"
-            yield Check(f"{name}, {sizes.tokens} tokens, {shape}", found)
+            speed = f"{' and '.join(speeds)} TFLOP/s, forward and backward"
+            yield Check(f"{name}, {sizes.tokens} tokens, {shape}", speed)
     first, fastest = next(iter(of_both)), min(of_both, key=lambda name: of_both[name])
     more = f" ({first} beside {fastest})"
     ratio = of_both[fastest] / of_both[first]

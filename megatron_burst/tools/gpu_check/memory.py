@@ -25,8 +25,8 @@ def check(device: Device) -> Iterator[Check]:
         settings = {"backward": ring, "topology": topology}
         rank = silent_rank(_NODES[topology], tensors, **settings)
         rank.backward()  # what is made once is no part of it
-        found, counted = _peaks(device, rank), counted_peaks(_NODES[topology], sizes, **settings)
-        for name, mine, right in zip(("forward", "backward"), found, counted, strict=True):
+        measured, counted = _peaks(device, rank), counted_peaks(_NODES[topology], sizes, **settings)
+        for name, mine, right in zip(("forward", "backward"), measured, counted, strict=True):
             of_q = tensors[0].nbytes
             sizes_in_q = f" ({mine / of_q:.1f} x q, counted {right / of_q:.1f})"
             what = f"{topology} {ring} ring, {name}: apart"
@@ -51,8 +51,8 @@ def _while_a_message_lags(device: Device) -> Iterator[Check]:
         sent.record_stream(side)
         del sent, freed
         is_free = torch.empty(_LAGGING, dtype=torch.uint8, device=device.device).data_ptr() == place
-        found = allowed if is_free else "waits for it"
-        yield Check(what, found, *((allowed, is_free) if is_message else ()))
+        state = allowed if is_free else "waits for it"
+        yield Check(what, state, *((allowed, is_free) if is_message else ()))
 
 
 def _peaks(device: Device, rank: OneRank) -> list[int]:

@@ -46,13 +46,13 @@ def main(words: list[str]) -> None:
     if device.is_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group(backend)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     if backend == "nccl" or not device.is_gpu:
-        found = measure(device, BurstContext.create)
+        report = measure(device, BurstContext.create)
     if compares:
-        found["results"] = {name: _compare(device, flags) for name, flags in _RUNS.items()}
+        report["results"] = {name: _compare(device, flags) for name, flags in _RUNS.items()}
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(report))
     dist.destroy_process_group()
 
 
@@ -90,11 +90,11 @@ def _rates(device: Device, sizes: Sizes, group: Any) -> dict[str, float]:
         for work in dist.batch_isend_irecv([received, posted]):
             work.wait()
 
-    found = {"bytes": sent.nbytes, "tile": device.seconds(tile), "alone": device.seconds(exchange)}
+    rates = {"bytes": sent.nbytes, "tile": device.seconds(tile), "alone": device.seconds(exchange)}
     for name, is_first in (("before", True), ("in", False)):
         dist.barrier(group)
-        found[name], found[f"tile, {name}"] = _beside(device, exchange, tile, is_first)
-    return found
+        rates[name], rates[f"tile, {name}"] = _beside(device, exchange, tile, is_first)
+    return rates
 
 
 def _beside(
@@ -121,30 +121,30 @@ def _layers(
     """Time layers one behind the other, with the host as far ahead as it gets; count memory."""
     settings: dict[str, Any] = {"backward": "kv", "topology": topology}
     nodes, layers = [0] * ranks, 20 if device.is_gpu else 2
-    found = {"alone": _alone(device, sizes, nodes, **settings)}
+    figures = {"alone": _alone(device, sizes, nodes, **settings)}
     device.free()
-    found["before"] = _beside_torch(device)
+    figures["before"] = _beside_torch(device)
     rank = OneRank(create(BurstConfig(**settings)), sizes.draw(device.device, DTYPE))
-    found["connected"] = _beside_torch(device)
+    figures["connected"] = _beside_torch(device)
     _both_passes(rank)
     device.synchronize()
-    found["used"] = _beside_torch(device)
+    figures["used"] = _beside_torch(device)
     device.free()
     if device.is_gpu:
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
     for _ in range(layers):
         _both_passes(rank)
-    found["host"] = (time.perf_counter() - begun) / layers
+    figures["host"] = (time.perf_counter() - begun) / layers
     device.synchronize()
-    found["layer"] = (time.perf_counter() - begun) / layers
+    figures["layer"] = (time.perf_counter() - begun) / layers
     forward, backward = counted_peaks(nodes, sizes, **settings)
     results = sum(x.nbytes for x in rank.result or ())
-    found["documented"] = max(forward, results + backward) + sum(x.nbytes for x in rank.tensors)
+    figures["documented"] = max(forward, results + backward) + sum(x.nbytes for x in rank.tensors)
     if device.is_gpu:
-        found["reserved"] = torch.cuda.max_memory_reserved()
-        found["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-    return found
+        figures["reserved"] = torch.cuda.max_memory_reserved()
+        figures["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+    return figures
 
 
 def _alone(device: Device, sizes: Sizes, nodes: list[int], **settings: Any) -> float:

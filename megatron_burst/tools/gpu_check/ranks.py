@@ -47,18 +47,18 @@ def check(device: Device) -> Iterator[Check]:
         answer = _launch(ranks, [*words, margin, *more], {**shared, **settings})
         return parsed(name, *answer)
 
-    found, failed = run("results and messages", _USUAL, {}, "compare")
+    measured, failed = run("results and messages", _USUAL, {}, "compare")
     yield from failed
-    for name, answer in found.get("results", {}).items():
+    for name, answer in measured.get("results", {}).items():
         yield from judge(f"{ranks} ranks over {backend}, {name}", answer)
-    if "messages" in found:
-        yield from _said(device, found)
+    if "messages" in measured:
+        yield from _said(device, measured)
     if backend == "gloo" or shared or failed:
         text = "not timed: over gloo, or where ranks share a GPU, times say nothing of them"
         yield Check("settings", text)
         return
     for axis, (usual, *others) in _AXES.items():
-        times = {usual or "as it is": _layer(found)}
+        times = {usual or "as it is": _layer(measured)}
         for value in others:
             margin, settings = (value, {}) if axis == _MARGIN else (_USUAL, {axis: value})
             other, failed = run(f"{axis} {value}", margin, settings)
@@ -109,25 +109,25 @@ def judge(name: str, content: Mapping[str, Any]) -> Iterator[Check]:
     for problem in content["problems"]:
         yield Check(name, problem, passed=False)
     shares = {
-        f"{tensor}; {case}": found["error"] / (found["allowed"] or 1e-300)
+        f"{tensor}; {case}": result["error"] / (result["allowed"] or 1e-300)
         for case, tensors in content["results"].items()
-        for tensor, found in tensors.items()
+        for tensor, result in tensors.items()
     }
     worst = max(shares, key=lambda key: shares[key], default="")
     name, more = f"{name}: {len(content['results'])} cases", f" of what is allowed ({worst})"
     yield at_most(name, shares.get(worst, 1e9), 1.0, more=more)
 
 
-def _said(device: Device, found: Mapping[str, Any]) -> Iterator[Check]:
+def _said(device: Device, measured: Mapping[str, Any]) -> Iterator[Check]:
     """Yield what was measured as it is."""
-    yield Check("messages", _figures(found))
-    bare = found["messages"]
+    yield Check("messages", _figures(measured))
+    bare = measured["messages"]
     for where, posted in (("before", "posted before a tile"), ("in", "posted while a tile runs")):
         seconds, tile = bare[where], bare[f"tile, {where}"]
         there = f"{bare['alone'] / seconds:.2f} of its rate alone, landed at {seconds / tile:.2f}"
         slower = f" of the tile, which took {tile / bare['tile']:.2f} of its time alone"
         yield Check(f"a message {posted}", there + slower)
-    for name, of in found["layers"].items():
+    for name, of in measured["layers"].items():
         lead = f"host {of['host'] * 1e3:.2f} ms of {of['layer'] * 1e3:.2f} ms a layer"
         yield Check(f"{name}: lead", f"{lead}, {of['alone'] * 1e3:.2f} ms without messages")
         if device.is_gpu:
@@ -139,16 +139,16 @@ def _said(device: Device, found: Mapping[str, Any]) -> Iterator[Check]:
             yield at_most(what, of["reserved"] / of["documented"], _RESERVED)
 
 
-def _figures(found: Mapping[str, Any]) -> str:
-    bare, layers = found["messages"], found["layers"].values()
+def _figures(measured: Mapping[str, Any]) -> str:
+    bare, layers = measured["messages"], measured["layers"].values()
     alone, beside = (bare["bytes"] / bare[key] / 1e9 for key in ("alone", "in"))
     used = [f"{(of['used'] - of['before']) / 2**20:.0f} MiB of NCCL" for of in layers]
     times = [f"{of['layer'] * 1e3:.2f} ms and {mib}" for of, mib in zip(layers, used, strict=True)]
     return f"{alone:.4g} GB/s, {beside:.4g} GB/s beside a tile; a layer {', '.join(times)}"
 
 
-def _layer(found: Mapping[str, Any]) -> float:
-    return float(found["layers"]["kv ring, flat"]["layer"])
+def _layer(measured: Mapping[str, Any]) -> float:
+    return float(measured["layers"]["kv ring, flat"]["layer"])
 
 
 def chosen(times: Mapping[str, float]) -> str:

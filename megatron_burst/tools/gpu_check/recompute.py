@@ -41,8 +41,8 @@ def _of_memory(
     device: Device, twice: _Twice, expected: Sequence[Tensor], memory: AttentionMemory
 ) -> Iterator[Check]:
     name = f"fraction {memory.fraction:g}" + (", offloaded" if memory.host else "")
-    found, saved = twice(memory)
-    error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+    actual, saved = twice(memory)
+    error = max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
     yield at_most(f"{name}: error", error, _ERROR)
     assert saved is not None
     share, right = (
@@ -53,7 +53,7 @@ def _of_memory(
     if memory.host is not None and share:
         pinned = saved.tensors[0].is_pinned()
         yield Check(f"{name}: where", "pinned" if pinned else "not pinned", "pinned", pinned)
-    del found, saved
+    del actual, saved
     left = device.left_behind(lambda: twice(memory))
     yield at_most(f"{name}: bytes left behind by two calls", left, 0, "{:.0f}")
 

@@ -67,8 +67,8 @@ def check(device: Device) -> Iterator[Check]:
             masks = [masks[(number + turned) % len(masks)] for turned in (0, 2)]
         for nodes in dict.fromkeys(_placed(setting, *grid) for grid in grids):
             cases = [_Case(nodes, setting, mask, sizes) for mask in masks]
-            found = _of_setting(device, kernel, cases, expected)
-            yield from device.guarded(found, f"{kernel}, {len(nodes)} ranks, {setting}: ")
+            checks = _of_setting(device, kernel, cases, expected)
+            yield from device.guarded(checks, f"{kernel}, {len(nodes)} ranks, {setting}: ")
     yield from _latents(device)
 
 
@@ -86,13 +86,13 @@ def _of_setting(
     worst: dict[str, Finding] = {}
     for case in cases:
         try:
-            found = run(device.device, kernel, case, expected)
+            findings = run(device.device, kernel, case, expected)
         except ValueError as error:
             if _REFUSED not in str(error):
                 raise
             yield Check(f"{name}, {case.mask}: refused", str(error).splitlines()[-1].strip())
             continue
-        worst[case.mask] = finding = max(found, key=lambda finding: finding.share)
+        worst[case.mask] = finding = max(findings, key=lambda finding: finding.share)
         if finding.where:
             yield Check(f"{name}, {case.mask}", str(finding), passed=False)
     if worst:
@@ -119,11 +119,11 @@ def run(device: torch.device, kernel: str, case: _Case, expected: Any) -> list[F
         one = OneRank(context, (q, k, v, dout), mask)
         one.call = replace(one.call, kernel=_one_at_a_time(one.call.kernel, lock))
         jobs.append(partial(_both_passes, one))
-    joined = (layout.unshard(list(parts), 1) for parts in zip(*run_all(post, jobs), strict=True))
-    found = dict(zip(("out", "lse", "dq", "dk", "dv"), joined, strict=True))
+    unsharded = (layout.unshard(list(parts), 1) for parts in zip(*run_all(post, jobs), strict=True))
+    actual = dict(zip(("out", "lse", "dq", "dk", "dv"), unsharded, strict=True))
     margin = MARGIN + (ranks**0.5 if config.grad_dtype == "model" else 0.0)
     right = expected(device, case._replace(setting=""), margin)
-    return compare(right, found, torch.arange(tokens))
+    return compare(right, actual, torch.arange(tokens))
 
 
 def _one_at_a_time(kernel: Kernel, lock: Any) -> Any:
@@ -163,16 +163,16 @@ def _latents(device: Device) -> Iterator[Check]:
     weight = drawn(2 * heads * dim, rank)
     k, v = expand(latent[:, :, None], rotary_key, weight, heads, dim)
     dk, dv = drawn(*k.shape), drawn(*v.shape)
-    keys = ExpandedLatents(0, k, v, latent, weight, differentiates_weight=True)
-    made = keys.read(Item(Kind.KV, 1), keys.sent)
-    dlatent, drotary = keys.reduce(Interval(0, dim), keys.sent, dk, dv)
+    kv = ExpandedLatents(0, k, v, latent, weight, differentiates_weight=True)
+    made = kv.read(Item(Kind.KV, 1), kv.sent)
+    dlatent, drotary = kv.reduce(Interval(0, dim), kv.sent, dk, dv)
     latent, rotary_key, weight = (x.double().requires_grad_() for x in (latent, rotary_key, weight))
     exact = expand(latent[:, :, None], rotary_key, weight, heads, dim)
     wide = dk.double(), dv.double()
     gradients = torch.autograd.grad(exact, (latent, rotary_key, weight), wide)
-    assert keys.weight_gradient is not None
-    found = *made, dlatent[:, :, 0], drotary, keys.weight_gradient
+    assert kv.weight_gradient is not None
+    actual = *made, dlatent[:, :, 0], drotary, kv.weight_gradient
     names = "k", "v", "dlatent", "drotary", "dweight"
-    for name, mine, right in zip(names, found, (*exact, *gradients), strict=True):
+    for name, mine, right in zip(names, actual, (*exact, *gradients), strict=True):
         allowed = 1e-2 if name in ("k", "v") else 1e-4  # gradients are not rounded
         yield at_most(f"latents, error of {name}", relative_error(mine, right), allowed)

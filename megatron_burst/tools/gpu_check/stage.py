@@ -29,15 +29,15 @@ class Check:
 
 
 def at_most(
-    name: str, found: float, allowed: float, form: str = "{:.3g}", *, more: str = ""
+    name: str, value: float, allowed: float, form: str = "{:.3g}", *, more: str = ""
 ) -> Check:
     """Return a line that fails above `allowed`, and with NaN."""
-    return Check(name, form.format(found) + more, f"<= {allowed:g}", found <= allowed)
+    return Check(name, form.format(value) + more, f"<= {allowed:g}", value <= allowed)
 
 
-def at_least(name: str, found: float, allowed: float, *, more: str = "") -> Check:
+def at_least(name: str, value: float, allowed: float, *, more: str = "") -> Check:
     """Return a line that fails below `allowed`, and with NaN."""
-    return Check(name, f"{found:.3f}{more}", f">= {allowed:g}", found >= allowed)
+    return Check(name, f"{value:.3f}{more}", f">= {allowed:g}", value >= allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ class Device:
             torch.cuda.empty_cache()
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over that of what is expected; inf for NaN."""
-    found, expected = found.double(), expected.double()
+    actual, expected = actual.double(), expected.double()
     size = expected.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    return ((found - expected).norm() / size).nan_to_num(nan=torch.inf).item()
+    return ((actual - expected).norm() / size).nan_to_num(nan=torch.inf).item()

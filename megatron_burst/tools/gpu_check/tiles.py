@@ -41,7 +41,7 @@ def check(device: Device) -> Iterator[Check]:
 def _waits(device: Device) -> Check:
     """Look whether a rank's loops, once planned, wait for the device; a GPU raises an error."""
     sizes = Sizes(4096, 8, 2, 128) if device.is_gpu else Sizes(16, 4, 2, 32)
-    found: list[str] = []
+    waits: list[str] = []
     for ring in ("kv", "query"):
         rank = silent_rank([0, 0, 1, 1], sizes.draw(device.device, DTYPE), backward=ring)
         rank.backward()  # what is compiled may wait
@@ -51,9 +51,9 @@ def _waits(device: Device) -> Check:
         ):
             rank.forward()
             rank.backward()
-        found += [event.name for event in seen.events() or () if event.name in _WAITS]
-    what = f": {', '.join(sorted(set(found)))}" if found else ""
-    return at_most("times that the host waits in a ring", len(found), 0, "{:.0f}", more=what)
+        waits += [event.name for event in seen.events() or () if event.name in _WAITS]
+    what = f": {', '.join(sorted(set(waits)))}" if waits else ""
+    return at_most("times that the host waits in a ring", len(waits), 0, "{:.0f}", more=what)
 
 
 @contextmanager

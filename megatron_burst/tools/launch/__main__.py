@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_burst.tools.flags import arguments, as_asked, names
+from megatron_burst.tools.flags import adapt_flags, arguments, names
 from megatron_burst.tools.launch import check, local, node, site, slurm, ssh
 from megatron_burst.tools.launch.processes import say
 from megatron_burst.tools.options import split_at_dashes
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.script = args.script.absolute()
         args.gpt |= "hybrid" not in args.script.name  # Megatron-LM has one for each of its models
     run = Configs.read().run(args.run).flags if args.run else {}
-    args.named = arguments(as_asked(run, names(args.flags), gpt=args.gpt)) if args.run else []
+    args.named = arguments(adapt_flags(run, names(args.flags), gpt=args.gpt)) if args.run else []
     return args
 
 

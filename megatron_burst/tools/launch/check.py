@@ -14,8 +14,8 @@ ABOUT = """Asks every node at the same time, by nvidia-smi over ssh, and prints 
 why one is not free: busy, or unhealthy, by uncorrected ECC errors, other GPUs than most nodes or no
 answer. Slurm's own nodes: `sinfo -R`. The status is 0 if every node is free; nothing is changed.
 """
-ASKED = "name", "memory.used", "utilization.gpu", "ecc.errors.uncorrected.volatile.total"
-QUERY = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits"]
+FIELDS = "name", "memory.used", "utilization.gpu", "ecc.errors.uncorrected.volatile.total"
+QUERY = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
 FREE_MIB, FREE_PERCENT = 500, 5  # of a GPU in use, with which it counts as free
 SECONDS = 30.0  # to wait for an answer
 ROW = "{:<20} {:<10} {:<26} {:>12}  {}"
@@ -68,7 +68,7 @@ def _ask(command: Sequence[str]) -> Gpus | str:
     except subprocess.TimeoutExpired:
         return f"no answer within {SECONDS:g} s"
     rows = [line.split(", ") for line in done.stdout.splitlines()]  # behind what a login prints
-    gpus = [dict(zip(ASKED, row, strict=True)) for row in rows if len(row) == len(ASKED)]
+    gpus = [dict(zip(FIELDS, row, strict=True)) for row in rows if len(row) == len(FIELDS)]
     if gpus:
         return gpus
     said = [*done.stderr.splitlines(), *done.stdout.splitlines(), f"status {done.returncode}"]
@@ -79,7 +79,7 @@ def _judged(said: Gpus | str, usual: str) -> tuple[str, str, str, str]:
     """Return a node's state, its GPUs, the memory in use of the fullest, and what is wrong."""
     if isinstance(said, str):
         return "unhealthy", "-", "-", said
-    kind, (memory, work, errors) = _kind(said), (_most(said, name) for name in ASKED[1:])
+    kind, (memory, work, errors) = _kind(said), (_most(said, name) for name in FIELDS[1:])
     faults = [f"GPUs: {kind}, most nodes have {usual}"] if kind != usual else []
     faults += [f"{errors} uncorrected ECC errors of a GPU"] if errors else []
     busy = f"{memory} MiB in use" if memory > FREE_MIB else ""

@@ -41,12 +41,12 @@ def main() -> None:
 
 def _marked(mark: bytes) -> list[int]:
     """Return the processes that have the mark in their environment."""
-    found = []
+    pids = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:  # or it has ended
             if mark in file.read().split(b"\0"):
-                found.append(int(pid))
-    return found
+                pids.append(int(pid))
+    return pids
 
 
 def _say(text: str) -> None:

@@ -92,10 +92,10 @@ def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
-    found = site.defaults([*args.named, *args.flags])
-    found["PYTHONUNBUFFERED"] = "1"  # lines of several ranks appear when they are written
-    found["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-    return found | (site.network_settings(args.master) if args.nodes > 1 else {})
+    settings = site.defaults([*args.named, *args.flags])
+    settings["PYTHONUNBUFFERED"] = "1"  # lines of several ranks appear when they are written
+    settings["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    return settings | (site.network_settings(args.master) if args.nodes > 1 else {})
 
 
 def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:

@@ -52,18 +52,18 @@ def load_env() -> None:
 
 def defaults(flags: Sequence[str]) -> dict[str, str]:
     """Return the settings of a training with these flags of Megatron that the environment lacks."""
-    found = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}]: "}
-    found = {name: value for name, value in found.items() if not os.environ.get(name)}
-    return found | variables(flags_in(flags), os.environ)
+    settings = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}]: "}
+    settings = {name: value for name, value in settings.items() if not os.environ.get(name)}
+    return settings | variables(flags_in(flags), os.environ)
 
 
 def network_settings(master: str) -> dict[str, str]:
     """Return the settings that the environment lacks; `master` is the first node."""
     device = device_towards(master)
-    found = {"NCCL_SOCKET_IFNAME": device, "GLOO_SOCKET_IFNAME": device}
+    settings = {"NCCL_SOCKET_IFNAME": device, "GLOO_SOCKET_IFNAME": device}
     if ports := hardware.fastest_ports(hardware.SYSFS):
-        found["NCCL_IB_HCA"] = f"={','.join(ports)}"
-    return {name: value for name, value in found.items() if value and not os.environ.get(name)}
+        settings["NCCL_IB_HCA"] = f"={','.join(ports)}"
+    return {name: value for name, value in settings.items() if value and not os.environ.get(name)}
 
 
 def device_towards(host: str) -> str:

@@ -31,12 +31,12 @@ def savings_that_fit(given: Flags, cluster: Cluster, gpus: int) -> dict[str, Any
     return None
 
 
-def nothing_fits(found: Sequence[Candidate]) -> str:
+def nothing_fits(candidates: Sequence[Candidate]) -> str:
     """Say how much memory the way that needs least lacks, and what would help."""
-    least = min(found, key=lambda each: each.memory.total)
+    least = min(candidates, key=lambda each: each.memory.total)
     cluster = least.load.cluster
-    if found[0].lacks == "host":
-        needed = min(each.host_bytes for each in found) / _GIB
+    if candidates[0].lacks == "host":
+        needed = min(each.host_bytes for each in candidates) / _GIB
         there = memory.usable_host(cluster) / _GIB
         return (
             f"nothing fits: at least {needed:.0f} GiB of a host are needed, and {there:.0f} may be "

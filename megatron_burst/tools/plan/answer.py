@@ -27,7 +27,7 @@ _NO_DOCTOR = "megatron-core is not installed here, and its parser is what the do
 class Answer:
     """The three parts; a step that cannot be predicted is a reason."""
 
-    asked: Pasted
+    pasted: Pasted
     findings: Sequence[Finding] | None  # None where Megatron is not installed
     stands: Candidate | str
     change: Change
@@ -37,24 +37,24 @@ class Answer:
 
     def as_json(self) -> str:
         """Return one JSON object."""
-        found = self.findings
-        commands = self.asked.words, self.change.of_command(self.asked)
+        findings = self.findings
+        commands = self.pasted.words, self.change.of_command(self.pasted)
         steps = [
             {"error": step} if isinstance(step, str) else screen.figures(step)
             for step in (self.stands, self.ours)
         ]
-        keys = "as_it_stands", "with_our_flags"
-        both = zip(keys, steps, commands, strict=True)
+        names = "as_it_stands", "with_our_flags"
+        both = zip(names, steps, commands, strict=True)
         return json.dumps(
             {
-                "findings": None if found is None else [*map(asdict, found)],
+                "findings": None if findings is None else [*map(asdict, findings)],
                 **{key: step | {"command": shlex.join(words)} for key, step, words in both},
                 "and_attention_kept": self.kept and screen.figures(self.kept),
                 "add": arguments(self.change.add),
                 "drop": arguments(self.change.drop),
                 "environment": self.change.environment,
                 "errors_with_our_flags": [*map(asdict, self.left)],
-                "assumed": self.asked.assumed,
+                "assumed": self.pasted.assumed,
             },
             indent=2,
         )
@@ -64,8 +64,8 @@ class Answer:
         steps = {"as it stands": self.stands, "with our flags": self.ours}
         if known := [step for step in steps.values() if isinstance(step, Candidate)]:
             yield from (*screen.about(known[0].load), _sizes(known[0]))
-        yield from screen.filled(self.asked.assumed)
-        yield from (f"\ndoctor, {self.asked.target}:", *self._doctor(), "")
+        yield from screen.filled(self.pasted.assumed)
+        yield from (f"\ndoctor, {self.pasted.target}:", *self._doctor(), "")
         more = {"and attention kept": self.kept} if self.kept else {}
         yield from _table(steps | more)
         yield from (f"{name}: {step}" for name, step in steps.items() if isinstance(step, str))
@@ -82,19 +82,19 @@ class Answer:
             yield from _indented(self.findings)
 
     def _changes(self) -> Iterator[str]:
-        line, names = self.asked.line, {"add": self.change.add, "drop": self.change.drop}
+        line, names = self.pasted.line, {"add": self.change.add, "drop": self.change.drop}
         yield ""
         if not line.starts_us:
             yield f"start: -m {OUR_RUNNER} {line.program}"
         for name, value in self.change.environment.items():
             yield f"environment: not {name}=1" if value is None else f"environment: {name}={value}"
         yield from (
-            f"{name}: {shlex.join(arguments(some))}" for name, some in names.items() if some
+            f"{name}: {shlex.join(arguments(flags))}" for name, flags in names.items() if flags
         )
         if self.kept:
             yield f"for attention kept, also add: {shlex.join(arguments(_KEPT))}"
         if self.change.add or self.change.drop or CONNECTIONS in self.change.environment:
-            command = screen.wrapped(shlex.join(self.change.of_command(self.asked)))
+            command = screen.wrapped(shlex.join(self.change.of_command(self.pasted)))
             yield from ("", "the command with our flags:", command)
         elif isinstance(self.ours, Candidate):
             yield "it has our flags"
@@ -102,67 +102,67 @@ class Answer:
             yield from ("what then stops it, by the doctor:", *_indented(more))
 
 
-def answer(asked: Pasted) -> Answer:
+def answer(pasted: Pasted) -> Answer:
     """Ask the doctor, and predict the step as it stands and with our flags."""
-    stands = _predicted(asked, as_it_stands)
+    stands = _predicted(pasted, as_it_stands)
     try:
-        changed = change(asked)
-        ours = _predicted(asked, changed.of)
+        changed = change(pasted)
+        ours = _predicted(pasted, changed.of)
     except ValueError as reason:
         changed, ours = Change({}, {}), str(reason)
-    line = asked.line
-    found = _doctor(asked, line)
+    line = pasted.line
+    findings = _doctor(pasted, line)
     ours_line = changed.of_line(line)
-    left = _doctor(asked, ours_line) if ours_line != line else found
+    left = _doctor(pasted, ours_line) if ours_line != line else findings
     errors = [each for each in left or () if each.level is Level.ERROR]
-    kept = _kept(asked, changed, ours, errors)
-    return Answer(asked, found, stands, changed, ours, errors, kept)
+    kept = _kept(pasted, changed, ours, errors)
+    return Answer(pasted, findings, stands, changed, ours, errors, kept)
 
 
 def _kept(
-    asked: Pasted, changed: Change, ours: Candidate | str, left: Sequence[Finding]
+    pasted: Pasted, changed: Change, ours: Candidate | str, left: Sequence[Finding]
 ) -> Candidate | None:
     """Its step with attention kept, where that fits, is faster, and no other error stops it."""
     if isinstance(ours, str) or not ours.load.recompute or _KEPT.keys() & ours.flags.keys():
         return None
     more = replace(changed, add={**changed.add, **_KEPT})
-    step = _predicted(asked, more.of)
+    step = _predicted(pasted, more.of)
     if isinstance(step, str) or step.lacks or step.time.seconds >= ours.time.seconds:
         return None
-    found = _doctor(asked, more.of_line(asked.line)) or ()
-    errors = [each for each in found if each.level is Level.ERROR and each not in left]
+    findings = _doctor(pasted, more.of_line(pasted.line)) or ()
+    errors = [each for each in findings if each.level is Level.ERROR and each not in left]
     return None if errors else step
 
 
-def show(asked: Pasted, *, as_json: bool) -> None:
+def show(pasted: Pasted, *, as_json: bool) -> None:
     """Print the answer.
 
     Raises:
         ValueError: with our flags it does not fit either.
     """
-    found = answer(asked)
-    print(found.as_json() if as_json else "\n".join(found.lines()))
-    if isinstance(found.ours, Candidate) and found.ours.lacks:
-        raise ValueError(nothing_fits([found.ours]))
+    answered = answer(pasted)
+    print(answered.as_json() if as_json else "\n".join(answered.lines()))
+    if isinstance(answered.ours, Candidate) and answered.ours.lacks:
+        raise ValueError(nothing_fits([answered.ours]))
 
 
-def _predicted(asked: Pasted, flags_of: Callable[[Flags], Flags]) -> Candidate | str:
+def _predicted(pasted: Pasted, flags_of: Callable[[Flags], Flags]) -> Candidate | str:
     """A step, or why it cannot be predicted."""
     try:
-        flags = flags_of(asked.flags)
-        return candidate(flags, workload_of(flags, asked.cluster, asked.gpus))
+        flags = flags_of(pasted.flags)
+        return candidate(flags, workload_of(flags, pasted.cluster, pasted.gpus))
     except ValueError as reason:
         return str(reason)
 
 
-def _doctor(asked: Pasted, line: LaunchLine) -> list[Finding] | None:
+def _doctor(pasted: Pasted, line: LaunchLine) -> list[Finding] | None:
     """What the doctor finds, but for memory; None where Megatron is not installed."""
     if importlib.util.find_spec("megatron") is None:
         return None
     see_beside(line)
-    with asked.target.pretended():
-        found = [*checks.findings(line, asked.target, parse(line, asked.target))]
-    return [*checks.variable_findings(line.environment), *found]
+    with pasted.target.pretended():
+        findings = [*checks.findings(line, pasted.target, parse(line, pasted.target))]
+    return [*checks.variable_findings(line.environment), *findings]
 
 
 def _indented(findings: Sequence[Finding]) -> Iterator[str]:
@@ -177,18 +177,18 @@ def _sizes(step: Candidate) -> str:
 
 
 def _table(steps: Mapping[str, Candidate | str]) -> Iterator[str]:
-    rows = {name: step for name, step in steps.items() if isinstance(step, Candidate)}
-    if not rows:
+    predicted = {name: step for name, step in steps.items() if isinstance(step, Candidate)}
+    if not predicted:
         return
     lines = [["", "attention", "loss", *_COLUMNS]]
-    for name, step in rows.items():
+    for name, step in predicted.items():
         loss = "chunked" if step.load.chunked_loss else "all logits"
         mark = f"{name} (does not fit)" if step.lacks else name
         lines.append(
             [mark, screen.shown(step), loss, *map(screen.cells(step).__getitem__, _COLUMNS)]
         )
     yield from screen.aligned(lines)
-    yield from ("", *screen.legend([*rows.values()], _COLUMNS))
+    yield from ("", *screen.legend([*predicted.values()], _COLUMNS))
 
 
 def _gain(stands: Candidate, ours: Candidate) -> str:

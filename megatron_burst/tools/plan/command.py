@@ -8,12 +8,12 @@ from typing import Any
 
 from megatron_burst.tools import options
 from megatron_burst.tools.arguments.plan import parser
-from megatron_burst.tools.flags import as_asked, parsed, whole
+from megatron_burst.tools.flags import adapt_flags, parsed, whole
 from megatron_burst.tools.plan import answer, ladder, measure, pasted, screen
 from megatron_burst.tools.plan.advice import nothing_fits
-from megatron_burst.tools.plan.asked import checked
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.own_flags import checked
 from megatron_burst.tools.plan.pasted import is_command
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
@@ -37,11 +37,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _answer(configs: Configs, given: argparse.Namespace, words: Sequence[str]) -> None:
     if not is_command(words):
-        return _predict(given, *_asked(configs, given, parsed(words)))
-    asked = pasted.read(words, given, configs)
+        return _predict(given, *_job(configs, given, parsed(words)))
+    command = pasted.read(words, given, configs)
     if given.search is None and not given.ladder:
-        return answer.show(asked, as_json=given.json)
-    _predict(given, pasted.without_theirs(asked.flags), asked.cluster, asked.gpus)
+        return answer.show(command, as_json=given.json)
+    _predict(given, pasted.without_theirs(command.flags), command.cluster, command.gpus)
 
 
 def _predict(
@@ -50,15 +50,15 @@ def _predict(
     if given.ladder:
         return _climb(ladder.climb(wanted, cluster, gpus), as_json=given.json)
     if given.search is None:
-        found = rank(wanted, cluster, gpus, given.fractions)
+        ranked = rank(wanted, cluster, gpus, given.fractions)
     else:
-        found = search(wanted, cluster, gpus, Wish(given.fractions, given.search), given.top)
+        ranked = search(wanted, cluster, gpus, Wish(given.fractions, given.search), given.top)
     if given.json:
-        print(json.dumps([*map(screen.figures, found)], indent=2))
+        print(json.dumps([*map(screen.figures, ranked)], indent=2))
     else:
-        screen.show(found, given.top)
-    if found[0].lacks:
-        raise ValueError(nothing_fits(found))
+        screen.show(ranked, given.top)
+    if ranked[0].lacks:
+        raise ValueError(nothing_fits(ranked))
 
 
 def _climb(rungs: Sequence[ladder.Rung], *, as_json: bool) -> None:
@@ -72,7 +72,7 @@ def _climb(rungs: Sequence[ladder.Rung], *, as_json: bool) -> None:
         )
 
 
-def _asked(
+def _job(
     configs: Configs, given: argparse.Namespace, own: dict[str, Any]
 ) -> tuple[dict[str, Any], Cluster, int]:
     """The flags, the machines and the number of GPUs that the command line asks for."""
@@ -84,7 +84,7 @@ def _asked(
     if given.model:  # in the place of the run's model, of which nothing may stay
         flags = configs.flags_of(given.run or _USUAL) | configs.model(given.model)
     own = checked(configs, own)
-    flags = as_asked(flags, own, gpt=given.gpt) | own
+    flags = adapt_flags(flags, own, gpt=given.gpt) | own
     if given.seq_length:
         flags["seq-length"] = given.seq_length
     elif given.ladder:

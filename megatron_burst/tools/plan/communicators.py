@@ -78,7 +78,7 @@ def uses(ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape) -> Mapp
     if ring.machine.nvlinks:
         for channel, message in (*_of_ring(ring, schedules, shape), *_of_heads(ring)):
             messages[channel].append(message)
-    return {key: _use(made_for(ring, key), some) for key, some in messages.items()}
+    return {key: _use(made_for(ring, key), of_channel) for key, of_channel in messages.items()}
 
 
 class _Message(NamedTuple):
@@ -89,14 +89,14 @@ class _Message(NamedTuple):
     size: int
 
 
-def _use(found: Communicator, messages: list[_Message]) -> Use:
+def _use(group: Communicator, messages: list[_Message]) -> Use:
     ways = ((is_sent, is_far) for is_far in (False, True) for is_sent in (False, True))
     peers = [
         len({each.peer for each in messages if (each.is_sent, each.is_far) == way}) for way in ways
     ]
     posted = [each.posted for each in messages if each.is_sent]
     at_once = max(map(posted.count, {*posted}), default=0)
-    return Use(found, Peers(*peers), len(posted), max(each.size for each in messages), at_once)
+    return Use(group, Peers(*peers), len(posted), max(each.size for each in messages), at_once)
 
 
 def _of_ring(
@@ -104,11 +104,11 @@ def _of_ring(
 ) -> Iterator[tuple[Channel, _Message]]:
     nodes, rank = ring.nodes, len(ring.nodes) // 2
     for backward, schedule in enumerate(schedules):
-        sizes, rows = shape.item_bytes(backward=bool(backward)), schedule.tiling.local_tokens
+        sizes, local = shape.item_bytes(backward=bool(backward)), schedule.tiling.local_tokens
         for hop in schedule.hops(rank, backward=bool(backward)):
             is_sent = hop.source == rank
             peer, part = hop.target if is_sent else hop.source, hop.item.packed
-            size = sizes[hop.item.kind] * (part.length if part else rows) // rows
+            size = sizes[hop.item.kind] * (part.length if part else local) // local
             posted, is_far = (backward, hop.leaves), nodes[peer] != nodes[rank]
             yield hop.channel, _Message(posted, peer, is_sent, is_far, size)
 
@@ -150,12 +150,12 @@ def reached(ring: Ring, schedule: Schedule, shape: Shape, *, backward: bool) -> 
         together = np.bincount(steps[legs], minlength=1 + max(steps, default=0))[steps]
         reads = Channel.READ_WITHIN, Channel.READ_ACROSS
         ways = (Channel.GRADIENT_WITHIN,) * 2 if is_result else reads
-        found = (made_for(ring, way) for way in ways)
+        groups = (made_for(ring, way) for way in ways)
         channels = np.where(
             after[loads.sources] == loads.targets,
             *(
                 np.minimum(x.channels, together[:, None] * x.channels_of(loads.sizes))
-                for x in found
+                for x in groups
             ),
         )
         moved += loads.sizes[goes].sum()
@@ -170,7 +170,7 @@ def reached_by_heads(ring: Ring) -> Machine:
     peers = min(ring.heads, ring.local) - 1
     if not machine.nvlinks or not peers:
         return machine
-    found = made_for(ring, Channel.HEADS)
-    a_peer = int(found.channels_of(np.array(_share_of_heads(ring))))
-    rate = min(found.channels, peers * a_peer) * machine.channel_rate
+    group = made_for(ring, Channel.HEADS)
+    a_peer = int(group.channels_of(np.array(_share_of_heads(ring))))
+    rate = min(group.channels, peers * a_peer) * machine.channel_rate
     return replace(machine, within_rate=min(machine.within_rate, rate))

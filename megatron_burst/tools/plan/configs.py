@@ -46,10 +46,10 @@ class Configs(NamedTuple):
             ValueError: none does.
         """
         kinds = {"models": self.models, "clusters": self.clusters, "runs": self.tables}
-        found = {kind: fnmatch.filter(_names(of), pattern) for kind, of in kinds.items()}
-        if not any(found.values()):
+        matches = {kind: fnmatch.filter(_names(of), pattern) for kind, of in kinds.items()}
+        if not any(matches.values()):
             raise ValueError(f"no model, cluster or run of configs/ matches {pattern}")
-        for kind, names in found.items():
+        for kind, names in matches.items():
             if names:
                 yield from (f"{kind}:", *(f"  {name}" for name in names))
 
@@ -105,9 +105,9 @@ def _read(path: Path) -> Table:
 
 
 def _inherited(
-    tables: Mapping[str, Table], name: Any, joined: str = "flags", above: tuple[str, ...] = ()
+    tables: Mapping[str, Table], name: Any, merged: str = "flags", above: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """A table with what it does not say from its base; flags, or what else is named, are joined."""
+    """A table with what it does not say from its base; flags, or what else is named, are merged."""
     way = " -> ".join(map(str, (*above, name)))
     if name in above:
         raise ValueError(f"the bases of {way} lead back to it")
@@ -115,8 +115,8 @@ def _inherited(
         raise ValueError(f"{way} is no table")
     table = dict(tables[name])
     base = table.pop("base", None)
-    below = _inherited(tables, base, joined, (*above, name)) if base else {}
-    if bad := [each for each in (below, table) if not isinstance(each.get(joined, {}), Mapping)]:
-        raise ValueError(f"{joined} = {bad[0][joined]!r} of {way} is no table")
-    both = {**below.get(joined, {}), **table.get(joined, {})}
-    return below | table | ({joined: both} if both else {})
+    below = _inherited(tables, base, merged, (*above, name)) if base else {}
+    if bad := [each for each in (below, table) if not isinstance(each.get(merged, {}), Mapping)]:
+        raise ValueError(f"{merged} = {bad[0][merged]!r} of {way} is no table")
+    both = {**below.get(merged, {}), **table.get(merged, {})}
+    return below | table | ({merged: both} if both else {})

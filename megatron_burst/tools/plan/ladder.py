@@ -47,10 +47,10 @@ class Rung:
     @property
     def gib(self) -> Mapping[str, float]:
         """What a GPU holds, and a host, with the tokens that were asked for."""
-        found = memory.predict(self.load)
-        states = found.weights + found.gradients + found.optimizer + found.gathered
-        parts = {"states": states, "inputs": found.inputs + found.saved, "layer": found.layer}
-        parts |= {"loss": found.loss, "NCCL": found.nccl, "GPU": found.total}
+        held = memory.predict(self.load)
+        states = held.weights + held.gradients + held.optimizer + held.gathered
+        parts = {"states": states, "inputs": held.inputs + held.saved, "layer": held.layer}
+        parts |= {"loss": held.loss, "NCCL": held.nccl, "GPU": held.total}
         parts["host"] = memory.host_bytes(self.load)
         return {name: size / memory.GIB for name, size in parts.items()}
 
@@ -61,7 +61,7 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
     Raises:
         ValueError: no size divides.
     """
-    found = []
+    rows = []
     for name, flags in rungs(given):
         ways, reason = [], ""
         for sizes in _sizes(given, gpus):
@@ -77,8 +77,8 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
             ways.append(Rung(name, wanted, load, longest))
         if not ways:
             raise ValueError(f"no sizes go with these flags: {reason}")
-        found.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
-    return found
+        rows.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
+    return rows
 
 
 def _sizes(given: Flags, gpus: int) -> Iterator[dict[str, Any]]:
@@ -125,8 +125,8 @@ def most_that(fits: Callable[[int], bool], most: int) -> int:
 def figures(rung: Rung) -> dict[str, Any]:
     """Return a row as it is written to JSON."""
     sizes = {"tensor": rung.load.tensor, "context": rung.load.context}
-    found = {"added": rung.name, **sizes, "gib": rung.gib, "longest_tokens": rung.longest}
-    return found | {"command": rung.way.command()}
+    row = {"added": rung.name, **sizes, "gib": rung.gib, "longest_tokens": rung.longest}
+    return row | {"command": rung.way.command()}
 
 
 def cells(rung: Rung) -> list[str]:

@@ -132,11 +132,11 @@ def _copies(timed: Device) -> dict[str, float]:
     source = torch.empty(count, dtype=torch.uint8, device=timed.device)
     target = torch.empty_like(source)
     host = torch.empty(count, dtype=torch.uint8, pin_memory=timed.is_gpu)
-    found = {
+    rates = {
         "memory_gb_s": 2 * count / timed.seconds(lambda: target.copy_(source)) / 1e9,
         "host_gb_s": count / timed.seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9,
     }
-    return found
+    return rates
 
 
 def message_rates(timed: Device, nics_per_node: int) -> dict[str, float]:
@@ -156,15 +156,15 @@ def message_rates(timed: Device, nics_per_node: int) -> dict[str, float]:
     groups = make_groups(world, grid, head_groups(nodes, 1), nodes.count(nodes[0]), seconds)
     Connections(groups.channels, {}).make()
     node, place = grid.coordinates(world.rank())
-    found = {}
+    rates = {}
     if grid.ranks_per_node > 1:
         ends = grid.at(node, place + 1), grid.at(node, place - 1)
-        found["within_gb_s"] = _rate(timed, groups, Channel.READ_WITHIN, *ends)
+        rates["within_gb_s"] = _rate(timed, groups, Channel.READ_WITHIN, *ends)
     if grid.nodes > 1:
         ends = grid.at(node + 1, place), grid.at(node - 1, place)
         of_gpu = _rate(timed, groups, Channel.READ_BETWEEN, *ends)
-        found["nic_gb_s"] = of_gpu * grid.ranks_per_node / nics_per_node
-    return found
+        rates["nic_gb_s"] = of_gpu * grid.ranks_per_node / nics_per_node
+    return rates
 
 
 def _rate(timed: Device, groups: Groups, channel: Channel, target: int, source: int) -> float:

@@ -120,17 +120,17 @@ def hosted_activations(load: Workload) -> float:
 
 
 def _pinned(load: Workload, stage: int) -> int:
-    waiting, found = _in_flight(load, stage), 0
+    waiting, pinned = _in_flight(load, stage), 0
     if inputs := hosted_inputs(load):
         size = load.local_tokens * load.element_bytes * load.model.hidden
         size //= load.tensor if load.sequence_parallel else 1
-        found += pinned_bytes(size, ceil(waiting * inputs / size))
-    if rows := (hosted_activations(load) - inputs) * load.pipeline / load.model.layers:
+        pinned += pinned_bytes(size, ceil(waiting * inputs / size))
+    if saved := (hosted_activations(load) - inputs) * load.pipeline / load.model.layers:
         wide = load.model.value_head_dim * load.element_bytes
         count = ceil(waiting * load.model.layers / load.pipeline)
-        parts = (rows * part / (wide + 4) for part in (wide, 4))
-        found += sum(pinned_bytes(part, count) for part in parts)
-    return found
+        parts = (saved * part / (wide + 4) for part in (wide, 4))
+        pinned += sum(pinned_bytes(part, count) for part in parts)
+    return pinned
 
 
 def hosted_parameters(load: Workload) -> float:

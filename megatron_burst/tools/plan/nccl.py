@@ -76,9 +76,9 @@ class Communicator(NamedTuple):
 
     def buffers(self, peers: Peers) -> int:
         """Return the bytes of a GPU that they take."""
-        found = self.a_peer * (peers.senders * _RECEIVING + peers.receivers * _SENDING)
+        size = self.a_peer * (peers.senders * _RECEIVING + peers.receivers * _SENDING)
         pools = (peers.far_senders > 0) + (peers.far_receivers > 0)
-        return found + pools * self.channels * _POOL
+        return size + pools * self.channels * _POOL
 
 
 def communicator(fabric: Fabric, nodes: int, local_ranks: int, max_ctas: int) -> Communicator:
@@ -88,11 +88,11 @@ def communicator(fabric: Fabric, nodes: int, local_ranks: int, max_ctas: int) ->
     another node has few, and then all peers of the group do.
     """
     ranks = nodes * local_ranks
-    found = min(fabric.channels if nodes == 1 else fabric.rings(local_ranks), max_ctas)
-    channels, near = _power_of_two(found), 2 * fabric.nvlinks
+    most = min(fabric.channels if nodes == 1 else fabric.rings(local_ranks), max_ctas)
+    channels, near = _power_of_two(most), 2 * fabric.nvlinks
     if nodes == 1:
         return Communicator(1, ranks, channels, min(_power_of_two(near), channels))
-    far = 2 if 2 * ranks <= 4 * found else 1
+    far = 2 if 2 * ranks <= 4 * most else 1
     a_peer = _power_of_two(min(near, far) if local_ranks > 1 else far)
     return Communicator(nodes, ranks, channels, min(a_peer, channels))
 

@@ -155,10 +155,10 @@ class Change:
             if not goes:
                 yield word
 
-    def of_command(self, asked: Pasted) -> list[str]:
+    def of_command(self, pasted: Pasted) -> list[str]:
         """Return the whole command with it, its script under our runner."""
-        line = asked.line
-        before = [*asked.words[: len(asked.words) - len(line.flags)]]
+        line = pasted.line
+        before = [*pasted.words[: len(pasted.words) - len(line.flags)]]
         if line.program.endswith(".py") and not line.starts_us:
             before[-1:] = ["-m", OUR_RUNNER, line.program]
         before = [word for word in before if word.partition("=")[0] not in self.environment]
@@ -180,34 +180,34 @@ class Change:
         )
 
 
-def change(asked: Pasted) -> Change:
+def change(pasted: Pasted) -> Change:
     """Return our flags that the command lacks, with the savings that it takes to fit.
 
     Raises:
         ValueError: its step cannot be predicted.
     """
     ours = {**ALONE, **CHUNKED_LOSS}
-    add = {n: v for n, v in ours.items() if asked.flags.get(n, "megatron") == "megatron"}
-    found = Change(add, {n: asked.flags[n] for n in _THEIRS if n in asked.flags})
-    flags = found.of(asked.flags)
-    if memory.lacks(workload_of(flags, asked.cluster, asked.gpus)):
-        savings = savings_that_fit(flags, asked.cluster, asked.gpus)
-        found = Change(add | (savings or {}), found.drop)
-    return replace(found, environment=variables(asked, found.of(asked.flags)))
+    add = {n: v for n, v in ours.items() if pasted.flags.get(n, "megatron") == "megatron"}
+    changed = Change(add, {n: pasted.flags[n] for n in _THEIRS if n in pasted.flags})
+    flags = changed.of(pasted.flags)
+    if memory.lacks(workload_of(flags, pasted.cluster, pasted.gpus)):
+        savings = savings_that_fit(flags, pasted.cluster, pasted.gpus)
+        changed = Change(add | (savings or {}), changed.drop)
+    return replace(changed, environment=variables(pasted, changed.of(pasted.flags)))
 
 
-def variables(asked: Pasted, flags: Flags) -> dict[str, str | None]:
+def variables(pasted: Pasted, flags: Flags) -> dict[str, str | None]:
     """Return the variable that Megatron refuses to start with, or without, and the allocator's."""
-    there = {**os.environ, **asked.line.environment}
-    found: dict[str, str | None] = {**usual_variables(flags, there)}
-    found.pop(CONNECTIONS, None)
+    there = {**os.environ, **pasted.line.environment}
+    settings: dict[str, str | None] = {**usual_variables(flags, there)}
+    settings.pop(CONNECTIONS, None)
     is_one = there.get(CONNECTIONS) == "1"
     if CONNECTIONS not in usual_variables(flags):
-        return found | ({CONNECTIONS: None} if is_one else {})
-    target, sizes = asked.target, ("tensor-model-parallel-size", "context-parallel-size")
+        return settings | ({CONNECTIONS: None} if is_one else {})
+    target, sizes = pasted.target, ("tensor-model-parallel-size", "context-parallel-size")
     is_older = target.device.type == "cuda" and (target.capability or (0, 0)) < (10, 0)
     wants_one = is_older and any(whole(flags, name) > 1 for name in sizes)
-    return ({CONNECTIONS: "1"} if wants_one and not is_one else {}) | found
+    return ({CONNECTIONS: "1"} if wants_one and not is_one else {}) | settings
 
 
 def without_theirs(flags: Flags) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def unchosen(given: Flags) -> dict[str, Any]:
 
     How documents are balanced it does not, nor whether layers with a state stay in zigzag.
     """
-    is_asked = given.get("dataloader-inter-document-masking") or given.get(_LAYOUT) == "zigzag"
-    kept = (_LAYOUT,) if is_asked else ()
+    is_given = given.get("dataloader-inter-document-masking") or given.get(_LAYOUT) == "zigzag"
+    kept = (_LAYOUT,) if is_given else ()
     return {name: value for name, value in given.items() if name in kept or name not in _CHOSEN}
 
 
@@ -156,8 +156,8 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
         wanted = {**beside(flags, way), **recomputing(fraction)}
         left_out = {name: flags[name] for name in flags.keys() - wanted.keys()}
-        found = candidate(wanted, workload_of(wanted, cluster, gpus))
-        return replace(found, left_out=left_out)
+        option = candidate(wanted, workload_of(wanted, cluster, gpus))
+        return replace(option, left_out=left_out)
 
     def possible(way: Flags) -> Iterator[Candidate]:
         try:
@@ -168,27 +168,27 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
 
     simple = [fraction for fraction in fractions if fraction in (0, 1)] or [*fractions, None][:1]
     ways = list(_ways(workload_of(flags, cluster, gpus)))
-    found = sorted(chain.from_iterable(map(possible, ways)), key=_place)
-    best = found[: _FINALISTS * len(simple)]
+    candidates = sorted(chain.from_iterable(map(possible, ways)), key=_place)
+    best = candidates[: _FINALISTS * len(simple)]
     chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]
     rest = [fraction for fraction in fractions if fraction not in simple]
-    found += [predicted(way, fraction) for way in chosen for fraction in rest]
-    if not any(each.is_default for each in found):  # whatever fractions are asked for
-        found.append(predicted(ALONE, None))
-    return in_order(each_once(sorted(found, key=_place)))
+    candidates += [predicted(way, fraction) for way in chosen for fraction in rest]
+    if not any(each.is_default for each in candidates):  # whatever fractions are asked for
+        candidates.append(predicted(ALONE, None))
+    return in_order(each_once(sorted(candidates, key=_place)))
 
 
-def _place(found: Candidate) -> tuple[bool, float, bool]:
-    return not found.fits, 1 / found.time.tokens_per_gpu, not found.is_usual
+def _place(option: Candidate) -> tuple[bool, float, bool]:
+    return not option.fits, 1 / option.time.tokens_per_gpu, not option.is_usual
 
 
-def in_order(found: Iterable[Candidate]) -> list[Candidate]:
+def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Put those first that fit, then the fastest; of a tie our default, then what needs least.
 
     Nothing in the host's memory goes before fewer bytes: fewer context-parallel ranks send less,
     down to none, and hold more that then has to leave the GPU.
     """
-    ordered, start = sorted(found, key=_place), 0
+    ordered, start = sorted(candidates, key=_place), 0
     while start < len(ordered):
         lacks, seconds, _ = _place(ordered[start])
         near = (lacks, _NEAR * seconds, True)
@@ -198,35 +198,35 @@ def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     return ordered
 
 
-def _needs(found: Candidate) -> tuple[bool, bool, bool, int, float]:
-    attention = found.time.attention
+def _needs(option: Candidate) -> tuple[bool, bool, bool, int, float]:
+    attention = option.time.attention
     return (
-        not found.is_default,
-        not found.is_usual,
-        found.host_bytes > 0,
+        not option.is_default,
+        not option.is_usual,
+        option.host_bytes > 0,
         attention.sent,
         attention.exposed_share,
     )
 
 
-def as_usual(found: Candidate) -> Candidate:
+def as_usual(option: Candidate) -> Candidate:
     """Return it with `--context-parallel-algo burst` alone, if that sends and computes the same."""
-    if found.is_usual:
-        return found
-    usual = at_its_sizes(found, {**ALONE, **_fraction_of(found)})
-    twins = tuple(dict.fromkeys((found.name, *found.twins)))
-    same = (usual.time, usual.memory) == (found.time, found.memory)
-    return replace(usual, twins=twins) if same else found
+    if option.is_usual:
+        return option
+    usual = at_its_sizes(option, {**ALONE, **_fraction_of(option)})
+    twins = tuple(dict.fromkeys((option.name, *option.twins)))
+    same = (usual.time, usual.memory) == (option.time, option.memory)
+    return replace(usual, twins=twins) if same else option
 
 
-def at_its_sizes(found: Candidate, way: Flags) -> Candidate:
+def at_its_sizes(option: Candidate, way: Flags) -> Candidate:
     """Return another way of attention at the same sizes, with the same flags beside it.
 
     Raises:
         ValueError: these ranks cannot have it.
     """
-    flags = beside({**unchosen(found.flags), **found.left_out}, way)
-    return candidate(flags, workload_of(flags, found.load.cluster, found.load.gpus))
+    flags = beside({**unchosen(option.flags), **option.left_out}, way)
+    return candidate(flags, workload_of(flags, option.load.cluster, option.load.gpus))
 
 
 def beside(flags: Flags, way: Flags) -> dict[str, Any]:
@@ -236,15 +236,15 @@ def beside(flags: Flags, way: Flags) -> dict[str, Any]:
     return {**kept, **way}
 
 
-def _fraction_of(found: Candidate) -> dict[str, Any]:
+def _fraction_of(option: Candidate) -> dict[str, Any]:
     names = (_FRACTION, "burst-layout")
-    return {name: found.flags[name] for name in names if name in found.flags}
+    return {name: option.flags[name] for name in names if name in option.flags}
 
 
-def each_once(found: Sequence[Candidate]) -> list[Candidate]:
+def each_once(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Keep the first of those that are predicted alike, with the names of the others."""
     kept: dict[Any, Candidate] = {}
-    for each in found:
+    for each in candidates:
         load = each.load
         sizes = load.tensor, load.context, load.pipeline, load.expert, load.head_parallel
         same = sizes, each.fraction, each.time, each.memory
@@ -272,8 +272,8 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
     yield {"context-parallel-algo": "allgather"}
     if load.context in load.degrees:
         # No gradient is sent around a ring there, and another dtype than the default is refused.
-        asked = load.config.grad_dtype is not GradDtype.AUTO
-        usual = {"burst-grad-dtype": GradDtype.AUTO.value} if asked else {}
+        is_given = load.config.grad_dtype is not GradDtype.AUTO
+        usual = {"burst-grad-dtype": GradDtype.AUTO.value} if is_given else {}
         yield {"context-parallel-algo": "ulysses", **usual}
 
 

@@ -200,13 +200,13 @@ def _virtual(given: Flags) -> int:
     if "hybrid-layer-pattern" in given:
         return _parts_of_pattern(given, stages)
     layers, parts = whole(given, "num-layers"), whole(given, _VIRTUAL[0])
-    asked = f"--pipeline-model-parallel-size {stages} with {parts} parts a stage"
+    sizes = f"--pipeline-model-parallel-size {stages} with {parts} parts a stage"
     rest = layers % (stages * parts)
     if (name := _VIRTUAL[1]) in given:
-        asked = f"--pipeline-model-parallel-size {stages} with --{name} {given[name]}"
+        sizes = f"--pipeline-model-parallel-size {stages} with --{name} {given[name]}"
         parts, rest = divmod(layers, stages * whole(given, name))
     if rest:
-        raise ValueError(f"--num-layers {layers} does not divide over {asked}")
+        raise ValueError(f"--num-layers {layers} does not divide over {sizes}")
     return parts
 
 

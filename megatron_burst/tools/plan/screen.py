@@ -88,9 +88,9 @@ def figures(each: Candidate) -> dict[str, Any]:
     }
 
 
-def show(found: Sequence[Candidate], most: int) -> None:
+def show(candidates: Sequence[Candidate], most: int) -> None:
     """Print the rows, at most so many and the default, then the command of the first."""
-    first, rows = found[0], [*found[:most]]
+    first, rows = candidates[0], [*candidates[:most]]
     default = at_its_sizes(first, ALONE)
     if not any(each.is_default and _place(each) == _place(default) for each in rows):
         rows.append(default)
@@ -117,13 +117,13 @@ def about(load: Workload, rows: Sequence[Candidate] = ()) -> list[str]:
     batch = f"global batch {load.sequences}" if len(batches) < 2 else "batch: global batch size"
     host = usable_host(cluster) / GIB
     of_host = f"{host:.0f} of a host's {cluster.host_memory / GIB:.0f}"
-    asked = (
+    headline = (
         f"{load.gpus} GPUs of {cluster.name} ({nodes} x {load.ranks_per_host}), "
         f"{in_units(load.tokens)} tokens, {batch}, {load.model.parameters / 1e9:.2f} billion "
         "parameters"
     )
     return [
-        *filled(asked),
+        *filled(headline),
         f"memory: {usable(cluster) / GIB:.1f} of a GPU's {cluster.memory / GIB:.0f} GiB may be "
         f"counted, {of_host if host < 2**20 else 'any of a host'}",
     ]
@@ -152,10 +152,10 @@ def _table(rows: Sequence[Candidate]) -> Iterator[str]:
             [_mark(e), shown(e), *map(row.__getitem__, varied)]
             for e, row in zip(rows, texts, strict=True)
         ]
-        found = aligned(lines)
-        if max(map(len, found)) <= _WIDTH:
+        table = aligned(lines)
+        if max(map(len, table)) <= _WIDTH:
             break
-    yield from ("", *found, "")
+    yield from ("", *table, "")
     marks = ["* what --context-parallel-algo burst alone takes"]
     if any(each.lacks for each in rows):
         marks.append("! needs more memory than there is")
@@ -239,12 +239,12 @@ def _faster(first: Candidate, default: Candidate, way: Flags) -> str:
     return f"first row {text}, * {compared(base, default)}"
 
 
-def missing(found: Candidate) -> str:
+def missing(option: Candidate) -> str:
     """Say how much memory lacks."""
-    if found.lacks == "GPU":
-        more, whose = found.memory.total - usable(found.load.cluster), "a GPU"
+    if option.lacks == "GPU":
+        more, whose = option.memory.total - usable(option.load.cluster), "a GPU"
     else:
-        more, whose = found.host_bytes - usable_host(found.load.cluster), "a host"
+        more, whose = option.host_bytes - usable_host(option.load.cluster), "a host"
     return f"does not fit, {more / GIB:.1f} GiB of {whose} are missing"
 
 

@@ -60,15 +60,15 @@ def search(
         ValueError: nothing divides, or nothing fits; says what would.
     """
     ways = sorted(_ways(given, cluster, gpus, wish), key=lambda way: way.bound)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     least, clocks = None, 0
     for way in ways:
-        if len(found) >= most and 1 / way.bound < found[most - 1].time.tokens_per_gpu:
+        if len(candidates) >= most and 1 / way.bound < candidates[most - 1].time.tokens_per_gpu:
             break
         if not (loads := [*_with_room(way, given, wish)]):
             continue
         clocks += len(way.load.ring.nodes) ** 2 + 2**14
-        if clocks > _CLOCKS and found:
+        if clocks > _CLOCKS and candidates:
             break
         fitting: list[Candidate] = []
         for flags, load in loads:
@@ -82,33 +82,33 @@ def search(
                 fitting.append(each)
             elif least is None or each.memory.total < least.memory.total:
                 least = each
-        found += sorted(fitting, key=lambda each: each.time.seconds)[:1]
-        found.sort(key=lambda each: -each.time.tokens_per_gpu)
-    if not found:
+        candidates += sorted(fitting, key=lambda each: each.time.seconds)[:1]
+        candidates.sort(key=lambda each: -each.time.tokens_per_gpu)
+    if not candidates:
         raise ValueError(_nothing(least, [way.load for way in ways]))
-    return in_order(map(as_usual, each_once(found)[:most]))
+    return in_order(map(as_usual, each_once(candidates)[:most]))
 
 
-def _in_chunks_that_fit(found: Candidate) -> Candidate:
+def _in_chunks_that_fit(option: Candidate) -> Candidate:
     """Return it with smaller chunks of the loss, if that is all that it takes to fit.
 
     Chunks that are given stay as they are.
     """
-    of, load = found.memory, found.load
+    of, load = option.memory, option.load
     left = memory.usable(load.cluster) - (of.total - max(of.layer, of.loss))
     beside = of.loss - load.loss_bytes
-    given = _CHUNKS & found.flags.keys()
+    given = _CHUNKS & option.flags.keys()
     if given or not load.chunked_loss or not of.layer <= left < of.loss:
-        return found
+        return option
     try:
-        return _with(found, {"lm-head-memory-mb": int(left - beside) // 2**20})
+        return _with(option, {"lm-head-memory-mb": int(left - beside) // 2**20})
     except ValueError:  # too little for any chunk
-        return found
+        return option
 
 
-def _with(found: Candidate, more: Flags) -> Candidate:
-    flags = {**found.flags, **more}
-    return candidate(flags, workload_of(flags, found.load.cluster, found.load.gpus))
+def _with(option: Candidate, more: Flags) -> Candidate:
+    flags = {**option.flags, **more}
+    return candidate(flags, workload_of(flags, option.load.cluster, option.load.gpus))
 
 
 def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
@@ -139,7 +139,7 @@ def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
     """All rings; ValueError if none is possible."""
     flags = unchosen(given)
     fastest = next(_savings(flags, wish.fractions))
-    found: list[_Way] = []
+    ways: list[_Way] = []
     reason = "the GPUs do not divide over the sizes that are given"
     for sizes in _sizes(flags, gpus, wish):
         try:
@@ -148,12 +148,12 @@ def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
                 wanted = beside({**flags, **sizes}, schedule)
                 load = workload_of({**wanted, **fastest}, cluster, gpus)
                 _ = load.ring.layout  # whether the tokens divide
-                found.append(_Way(_bound(load), wanted, load))
+                ways.append(_Way(_bound(load), wanted, load))
         except ValueError as error:
             reason = str(error)
-    if not found:
+    if not ways:
         raise ValueError(f"no sizes go with these flags: {reason}")
-    return found
+    return ways
 
 
 def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[tuple[Flags, Workload]]:
@@ -171,8 +171,8 @@ def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[tuple[Flags, Wor
 def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
     """The sizes of all dimensions, those that are given as they are; what is left is data's."""
     choices = [
-        (whole(flags, name),) if name in flags else sizes if asked in ("", *wish.sizes) else (1,)
-        for name, (asked, sizes) in _SIZES.items()
+        (whole(flags, name),) if name in flags else sizes if word in ("", *wish.sizes) else (1,)
+        for name, (word, sizes) in _SIZES.items()
     ]
     for tensor, pipeline, expert in product(*choices):
         left, remainder = divmod(gpus, tensor * pipeline)

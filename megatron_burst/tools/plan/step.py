@@ -47,21 +47,21 @@ def predict(load: Workload) -> Prediction:
     return Prediction(attention, copies, weights, seconds, rate, mfu)
 
 
-def bounds(load: Workload, found: Prediction) -> dict[str, float]:
+def bounds(load: Workload, time: Prediction) -> dict[str, float]:
     """Return what a step waits for, as shares of its time that add up to 1."""
     free = replace(load, cluster=replace(load.cluster, within_rate=math.inf, nic_rate=math.inf))
     updates = weights_seconds(load, math.inf)
-    computing = computing_seconds(free, found.attention.kernels + found.attention.sums)
+    computing = computing_seconds(free, time.attention.kernels + time.attention.sums)
     idle = (load.pipeline - 1) / load.virtual / load.micro_batches
     bubble = (computing - load.micro_batches * head_seconds(load)) * idle / (1 + idle)
-    attention = found.attention
+    attention = time.attention
     launched = computing_seconds(load, attention.device, attention.host)
-    host = found.copies.exposed + launched - computing_seconds(load, attention.device)
+    host = time.copies.exposed + launched - computing_seconds(load, attention.device)
     seconds = {"computing": computing - bubble, "pipeline bubble": bubble}
     seconds |= {"host": host, "optimizer": updates}
-    messages = found.seconds - sum(seconds.values())
+    messages = time.seconds - sum(seconds.values())
     return {
-        name: value / found.seconds for name, value in (seconds | {"messages": messages}).items()
+        name: value / time.seconds for name, value in (seconds | {"messages": messages}).items()
     }
 
 

@@ -115,13 +115,13 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     """
     choice, shape = chosen(ring)
     schedule, sizes = choice.backward[0].schedule, shape.item_bytes()
-    rows = [schedule.work(backward=True).pairs > 0]
+    busy = [schedule.work(backward=True).pairs > 0]
     for messages in schedule.messages(backward=True):
         loads = messages.loads(sizes, ring.shape.tokens)
         for ends in (loads.sources, loads.targets):
-            rows.append(np.zeros(ends.shape, bool))
-            np.put_along_axis(rows[-1], ends, loads.sizes > 0, axis=1)
-    alike = np.packbits(np.concatenate(rows), axis=0).T
+            busy.append(np.zeros(ends.shape, bool))
+            np.put_along_axis(busy[-1], ends, loads.sizes > 0, axis=1)
+    alike = np.packbits(np.concatenate(busy), axis=0).T
     ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
     plans = [schedule.backward(rank) for rank in ranks]
     held = (most_arrived(plan) + _most_sums(plan) for plan in plans)
@@ -133,7 +133,7 @@ def most_arrived(plan: Plan) -> Counter[Kind]:
     stays = defaultdict[Kind, list[Stay]](list)
     for kind, (begin, end, _) in Lowered("", plan, lambda _: [], str).arrivals:
         stays[kind].append(Stay(begin, end, UNIT))
-    return Counter({kind: arrange(some)[1] // UNIT for kind, some in stays.items()})
+    return Counter({kind: arrange(of_kind)[1] // UNIT for kind, of_kind in stays.items()})
 
 
 def _most_sums(plan: Plan) -> Counter[Kind]:
@@ -147,7 +147,7 @@ def _most_sums(plan: Plan) -> Counter[Kind]:
         for receive in step.receives:
             if receive.item.kind.is_result and receive.item.owner != plan.rank:
                 begun.setdefault(receive.item.sum, receive.lands)
-    return Counter({kind: max(some.values(), default=0) for kind, some in there.items()})
+    return Counter({kind: max(by_step.values(), default=0) for kind, by_step in there.items()})
 
 
 def _chunked(load: Workload, *, backward: bool) -> Pass:
@@ -167,5 +167,5 @@ def _chunked(load: Workload, *, backward: bool) -> Pass:
 def _exchange(load: Workload) -> Pass:
     """The all-to-alls over heads of one pass; those of chunks are as many bytes in all."""
     shape, chunks = load.ring.shape, load.head_chunks
-    found = exchange(shape, load.head_parallel, load.ranks_per_node, reached_by_heads(load.ring))
-    return together(*[Pass(found.device, found.host, 0.0, 0.0, found.sent, found.between)] * chunks)
+    one = exchange(shape, load.head_parallel, load.ranks_per_node, reached_by_heads(load.ring))
+    return together(*[Pass(one.device, one.host, 0.0, 0.0, one.sent, one.between)] * chunks)

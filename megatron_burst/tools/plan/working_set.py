@@ -66,15 +66,15 @@ def _attention(load: Workload) -> int:
     sizes = shape.item_bytes()
     buffers = max(sum(map(sizes.__getitem__, each)) for each in timing.buffers(load.ring))
     queries = shape.query_heads * shape.head_dim
-    keys = shape.kv_heads * (shape.head_dim + shape.value_head_dim)
+    kv = shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     is_one_tile = len(load.ring.nodes) == 1 and not (
         load.documents or load.config.cuts_for_recompute
     )
-    of_sums = 0 if is_one_tile else 4 * (queries + keys)
-    of_tile = shape.element_bytes * (queries + 1.5 * keys)
+    of_sums = 0 if is_one_tile else 4 * (queries + kv)
+    of_tile = shape.element_bytes * (queries + 1.5 * kv)
     of_tile += workspace_bytes(shape.query_heads, shape.kv_heads, shape.head_dim)
-    found = load.cluster.working_set * (buffers + shape.tokens * (of_sums + of_tile))
+    total = load.cluster.working_set * (buffers + shape.tokens * (of_sums + of_tile))
     if (chunks := load.head_chunks) > 1:
-        joined = chunks * (queries + keys) + shape.query_heads * shape.value_head_dim / 2
-        found += shape.tokens * shape.element_bytes * joined
-    return int(found)
+        gradients = chunks * (queries + kv) + shape.query_heads * shape.value_head_dim / 2
+        total += shape.tokens * shape.element_bytes * gradients
+    return int(total)

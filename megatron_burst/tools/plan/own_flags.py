@@ -19,23 +19,23 @@ def checked(configs: Configs, given: Flags) -> dict[str, Any]:
     Raises:
         ValueError: neither Megatron nor this package has one of them.
     """
-    usual, found = _usual(configs), dict[str, Any]()
+    usual, flags = _usual(configs), dict[str, Any]()
     for name, value in given.items():
         of = name.removeprefix(_NO)
         if name in usual:
-            found[name] = value
+            flags[name] = value
         elif of in usual:
-            found[of] = False
+            flags[of] = False
             if of == "recompute-granularity":  # without it the rest has no effect
-                found |= dict.fromkeys(
+                flags |= dict.fromkeys(
                     (each for each in usual if each.startswith("recompute-")), False
                 )
         else:
             _refuse_unknown(name, usual)
-            found[name] = value
+            flags[name] = value
     if given.get("recompute-granularity") == "selective":  # beside which Megatron refuses these
-        found = {"recompute-method": False, "recompute-num-layers": False, **found}
-    return found
+        flags = {"recompute-method": False, "recompute-num-layers": False, **flags}
+    return flags
 
 
 def _usual(configs: Configs) -> set[str]:
