@@ -59,8 +59,8 @@ def main() -> None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         variables["LD_LIBRARY_PATH"] = str(once(directory / "no_driver", make_driver_stub))
-    found = run([sys.executable, "-W", "ignore", "-c", CHECK], os.environ | variables)
-    print(f"TransformerEngine {found.strip()} can be imported with", flush=True)
+    imported = run([sys.executable, "-W", "ignore", "-c", CHECK], os.environ | variables)
+    print(f"TransformerEngine {imported.strip()} can be imported with", flush=True)
     print("export", *(f"{name}={value}" for name, value in variables.items()))
 
 

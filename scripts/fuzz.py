@@ -80,17 +80,17 @@ class Case:
         if "weight" in made:
             made["weight"] *= 2 / made["weight"].shape[1] ** 0.5
         sinks = {n: made[n].to(torch.promote_types(self.dtype, wide)) for n in made if n == "sink"}
-        found = {n: x.to(self.dtype) for n, x in made.items()} | sinks
+        tensors = {n: x.to(self.dtype) for n, x in made.items()} | sinks
         if self.kind == "loss":
-            rows, shape = self.shapes["weight"][0], self.shapes["out"]
-            found["targets"] = torch.randint(0, rows, shape, generator=seeded)
-        return found
+            vocabulary, shape = self.shapes["weight"][0], self.shapes["out"]
+            tensors["targets"] = torch.randint(0, vocabulary, shape, generator=seeded)
+        return tensors
 
     def place(self, name: str) -> str:
         """Say how a tensor, and its gradient, lies on the ranks."""
         if self.kind == "loss":
-            rows = ("hidden", "weight") if self.given["sequence_parallel"] else ("weight",)
-            return "rows" if name in rows else "same"
+            split = ("hidden", "weight") if self.given["sequence_parallel"] else ("weight",)
+            return "rows" if name in split else "same"
         return "summed" if name in ("weight", "sink") else "tokens"
 
     def layout_of(self) -> Any:
@@ -125,8 +125,8 @@ class Case:
         more = {n: v for n, v in self.given.items() if n not in NOT_THE_ORACLES}
         names = ["out", *(n for n in self.shapes if n != "out")]
         if self.kind == "loss":
-            found = loss_oracle.oracle(loss_oracle.Case(*inputs, x["targets"], dout), **more)
-            return dict(zip(names, found, strict=True))
+            results = loss_oracle.oracle(loss_oracle.Case(*inputs, x["targets"], dout), **more)
+            return dict(zip(names, results, strict=True))
         visible, more["scale"] = self.masking.visible(dout.shape[1]), more.pop("softmax_scale")
         if self.kind == "latents":
             made = oracle.latent_attention(*inputs, dout, visible, **more)
@@ -164,33 +164,33 @@ def draw(seed: int, number: int) -> Case:
 
 
 def _attention(r: random.Random, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows, kv, dim = (
+    lead, kv, dim = (
         (r.randint(1, 2), _tokens(r, ranks)),
         r.choice([1, 2, 3, 4, 8]),
         r.randint(1, 20),
     )
     heads, value = kv * r.choice([1, 1, 2, 3, 4]), r.choice([dim, r.randint(1, 20)])
-    shapes: dict[str, Any] = {"q": (*rows, heads, dim), "k": (*rows, kv, dim)}
-    shapes |= {"v": (*rows, kv, value), "out": (*rows, heads, value)}
+    shapes: dict[str, Any] = {"q": (*lead, heads, dim), "k": (*lead, kv, dim)}
+    shapes |= {"v": (*lead, kv, value), "out": (*lead, heads, value)}
     shapes |= r.choice([{}, {}, {"sink": (heads,)}])
     scale, cap = r.choice([None, None, 0.3, -0.5, 0.0]), r.choice([None, None, None, 1.5])
     return shapes, {"softmax_scale": scale, "soft_cap": cap}
 
 
 def _latents(r: random.Random, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows, heads = (r.randint(1, 2), _tokens(r, ranks)), r.choice([1, 2, 3, 4, 8])
+    lead, heads = (r.randint(1, 2), _tokens(r, ranks)), r.choice([1, 2, 3, 4, 8])
     content, rotary, value, rank = (r.randint(1, 9) for _ in range(4))
-    shapes: dict[str, Any] = {"q": (*rows, heads, content + rotary), "latent": (*rows, rank)}
-    shapes |= {"rotary": (*rows, rotary), "weight": (heads * (content + value), rank)}
-    return shapes | {"out": (*rows, heads, value)}, {"softmax_scale": r.choice([None, 0.3, -0.5])}
+    shapes: dict[str, Any] = {"q": (*lead, heads, content + rotary), "latent": (*lead, rank)}
+    shapes |= {"rotary": (*lead, rotary), "weight": (heads * (content + value), rank)}
+    return shapes | {"out": (*lead, heads, value)}, {"softmax_scale": r.choice([None, 0.3, -0.5])}
 
 
 def _loss(r: random.Random, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     size, is_parallel = r.randint(1, 40), r.random() < 0.4
-    rows = (r.randint(1, 30) * (ranks if is_parallel else 1), *r.choice([(), (r.randint(1, 5),)]))
+    lead = (r.randint(1, 30) * (ranks if is_parallel else 1), *r.choice([(), (r.randint(1, 5),)]))
     limit = r.choice([{}, {"chunk_size": r.randint(1, 80)}, {"memory_mb": r.choice([0.05, 1])}])
     given = r.choice([*loss_oracle.OBJECTIVES.values()]) | limit
-    shapes = {"hidden": (*rows, size), "weight": (ranks * r.randint(1, 30), size), "out": rows}
+    shapes = {"hidden": (*lead, size), "weight": (ranks * r.randint(1, 30), size), "out": lead}
     return shapes, {"sequence_parallel": is_parallel, **given}
 
 
@@ -231,26 +231,26 @@ def _masking(r: random.Random, tokens: int) -> Masking:
 def attempt(team: Team, case: Case) -> Tensors | str:
     """Run this rank's part; return its part of the results, or why it is refused."""
     logging.getLogger("megatron_burst").setLevel(logging.WARNING)
-    found: Tensors = {}
+    results: Tensors = {}
     try:
         local = {n: case.spread(n, x, team.rank) for n, x in case.tensors().items()}
         dout, targets = local.pop("out"), local.pop("targets", None)
         leaves = {n: x.detach().requires_grad_(n not in case.frozen) for n, x in local.items()}
-        call = partial(_call(case, team, targets, found), *leaves.values())
+        call = partial(_call(case, team, targets, results), *leaves.values())
         if case.mode in BEFORE:
             with torch.inference_mode() if case.mode == "inference" else torch.no_grad():
-                found["out before"] = call().clone()
+                results["out before"] = call().clone()
         with _autocast(case):
             again = checkpoint(call, use_reentrant=False) if case.mode == "checkpointed" else call()
     except ValueError as error:
         return str(error)
     with _autocast(case, case.seed % 3 > 0):
         _backward(case, call, leaves, *loss_oracle.in_one(again, dout))
-    found["out"] = again.detach()
-    return found | {n: x.grad for n, x in leaves.items() if x.grad is not None}
+    results["out"] = again.detach()
+    return results | {n: x.grad for n, x in leaves.items() if x.grad is not None}
 
 
-def _call(case: Case, team: Team, targets: Tensor | None, found: Tensors) -> Call:
+def _call(case: Case, team: Team, targets: Tensor | None, results: Tensors) -> Call:
     if case.kind == "loss":
         group = team.group if case.ranks > 1 else None
 
@@ -269,7 +269,7 @@ def _call(case: Case, team: Team, targets: Tensor | None, found: Tensors) -> Cal
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         out, lse = burst.ring_attention(q, k, v, context, sink=sink, return_lse=True, **given)
-        found["lse"] = lse.mT
+        results["lse"] = lse.mT
         return out
 
     return attend
@@ -306,8 +306,8 @@ def judge(workers: WorkerPool, case: Case) -> str:
     expected, wrong = case.expected(), []
     for name in replies[0]:
         right = expected[name.removesuffix(" before")]
-        found = case.join(name, [reply[name] for reply in replies])
-        off = oracle.relative_error(found, right, LEAST * found.numel() ** 0.5)
+        whole = case.join(name, [reply[name] for reply in replies])
+        off = oracle.relative_error(whole, right, LEAST * whole.numel() ** 0.5)
         if not off <= TOLERANCES[case.reckons_in]:
             wrong.append(f"{name} is off by {off:.1e}")
     return "; ".join(wrong) or "equal"
@@ -334,18 +334,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="how many cases (default: all there is time for)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default: 60)")
     parser.add_argument("--case", type=int, help="run this one alone, and print what it is")
-    asked = parser.parse_args()
-    numbers: Iterable[int] = count() if asked.count is None else range(asked.count)
-    if asked.case is not None:
-        numbers = [asked.case]
-        print(draw(asked.seed, asked.case))
+    args = parser.parse_args()
+    numbers: Iterable[int] = count() if args.count is None else range(args.count)
+    if args.case is not None:
+        numbers = [args.case]
+        print(draw(args.seed, args.case))
     workers, begun = WorkerPool(), time.monotonic()
     try:
-        ends = fuzz(workers, asked.seed, numbers, asked.seconds)
+        ends = fuzz(workers, args.seed, numbers, args.seconds)
     finally:
         workers.close()
     said = ", ".join(f"{ends[end]} {end}" for end in ("equal", "refused", "failed"))
-    print(f"seed {asked.seed}: {said} in {time.monotonic() - begun:.0f} s")
+    print(f"seed {args.seed}: {said} in {time.monotonic() - begun:.0f} s")
     return int(ends["failed"] > 0)
 
 

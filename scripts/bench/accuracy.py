@@ -42,8 +42,8 @@ def on_ranks(inputs: Sequence[Tensor], context: BurstContext) -> list[Tensor]:
     *qkv, dout = (context.shard(x, dim=1).contiguous() for x in inputs)
     qkv = [x.requires_grad_() for x in qkv]
     out = ring_attention(*qkv, context, mask=Mask.causal())
-    found = out, *torch.autograd.grad(out, qkv, dout)
-    return [context.unshard(x, dim=1) for x in found]
+    results = out, *torch.autograd.grad(out, qkv, dout)
+    return [context.unshard(x, dim=1) for x in results]
 
 
 def oracle(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -54,9 +54,9 @@ def oracle(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return out, *dense.backward(tile, dout, out, lse)
 
 
-def errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+def errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     """Return the relative error of each result in the Frobenius norm."""
-    return [relative_error(f, e) for f, e in zip(found, expected, strict=True)]
+    return [relative_error(f, e) for f, e in zip(results, expected, strict=True)]
 
 
 def measure(args: argparse.Namespace, place: Place) -> dict[Case, list[float]]:
@@ -68,18 +68,20 @@ def measure(args: argparse.Namespace, place: Place) -> dict[Case, list[float]]:
         )
         for back, dtype in product(args.backward, args.grad_dtype)
     }
-    found: dict[Case, list[list[float]]] = {case: [] for case in cases}
+    by_case: dict[Case, list[list[float]]] = {case: [] for case in cases}
     for seed, case in product(range(args.seeds), cases):
         heads = map(int, case.heads.split(":"))
         inputs = Sizes(args.tokens, *heads, args.head_dim).draw("cpu", torch.bfloat16, seed)
         results = on_ranks(inputs, contexts[case[1:]])
         if dist.get_rank() == 0:
-            found[case].append(errors(results, oracle(inputs)))
-    return {case: np.mean(each, axis=0).tolist() for case, each in found.items() if each}
+            by_case[case].append(errors(results, oracle(inputs)))
+    return {case: np.mean(each, axis=0).tolist() for case, each in by_case.items() if each}
 
 
-def rows(args: argparse.Namespace, found: Mapping[int, Mapping[Case, list[float]]]) -> list[Row]:
-    one = found[1]
+def make_rows(
+    args: argparse.Namespace, by_ranks: Mapping[int, Mapping[Case, list[float]]]
+) -> list[Row]:
+    one = by_ranks[1]
     return [
         {
             **case._asdict(),
@@ -90,18 +92,18 @@ def rows(args: argparse.Namespace, found: Mapping[int, Mapping[Case, list[float]
             "error": error,
             "ratio": error / one[case][RESULTS.index(name)],
         }
-        for ranks, by_case in found.items()
+        for ranks, by_case in by_ranks.items()
         for case, each in by_case.items()
         for name, error in zip(RESULTS, each, strict=True)
     ]
 
 
-def body(found: Sequence[Row]) -> str:
+def body(rows: Sequence[Row]) -> str:
     lines: dict[tuple[str, ...], list[str]] = {}
-    for row in found:
+    for row in rows:
         key = *(row[name] for name in Case._fields), row["result"]
         lines.setdefault(key, []).append(f"{row['error']:.3e} ({row['ratio']:.3f})")
-    ranks = dict.fromkeys(str(row["ranks"]) for row in found)
+    ranks = dict.fromkeys(str(row["ranks"]) for row in rows)
     head = ["heads", "backward", "gradients sent in", "result", *ranks]
     return table(head, ([*key, *cells] for key, cells in lines.items()), words=4)
 
@@ -139,8 +141,8 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args, here = flags(), origin()
     places = [Place(n, max(n // args.nodes, 1)) for n in sorted(args.ranks)]
-    found = rows(args, {p.ranks: launch(measure, p.ranks, args, p)[0] for p in places})
-    publish(args, "accuracy", PAGE, found, here, body=body(found))
+    rows = make_rows(args, {p.ranks: launch(measure, p.ranks, args, p)[0] for p in places})
+    publish(args, "accuracy", PAGE, rows, here, body=body(rows))
 
 
 if __name__ == "__main__":

@@ -143,13 +143,13 @@ class Kernels:
         self.plan = context.heads.size, config.head_chunks, config.layout, done
 
     def forward(self) -> None:
-        for some in chain(*self.call.forward_launches):
-            self.call.kernel.forward(self.call.of_rows(some, *self.qkv))
+        for launch in chain(*self.call.forward_launches):
+            self.call.kernel.forward(self.call.of_rows(launch, *self.qkv))
 
     def backward(self) -> None:
-        for some in chain(*self.call.backward_launches):
-            finished = rows_of(self.finished, some.queries)
-            self.call.kernel.backward(self.call.of_rows(some, *self.qkv), *finished)
+        for launch in chain(*self.call.backward_launches):
+            finished = rows_of(self.finished, launch.queries)
+            self.call.kernel.backward(self.call.of_rows(launch, *self.qkv), *finished)
 
 
 def share_of_heads(sizes: Sizes, ranks: int) -> Sizes:

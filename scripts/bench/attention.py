@@ -82,7 +82,7 @@ type Way = tuple[str, str]  # an algorithm, and what of it runs
 WHOLE, KERNELS = "whole", "kernels"
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """What was measured of a case, by what ran."""
 
     times: dict[Way, Any]  # [repetitions, 2] seconds of forward and backward, of the slowest rank
@@ -112,7 +112,7 @@ def bounds(tokens: int, mean: int) -> list[int]:
 
 def measure_paced(
     args: argparse.Namespace, place: Place, number: int
-) -> tuple[dict[Case, Found], float]:
+) -> tuple[dict[Case, Measured], float]:
     """Measure, with emulated kernels if that is asked for."""
     with paced(1e9 * args.gflops) if args.gflops else nullcontext():
         return measure(args, place, number)
@@ -120,13 +120,13 @@ def measure_paced(
 
 def measure(
     args: argparse.Namespace, place: Place, number: int = 0
-) -> tuple[dict[Case, Found], float]:
+) -> tuple[dict[Case, Measured], float]:
     """Measure all cases on these ranks; return them, and of the last rank the rate of a message."""
     sizes = [Sizes(tokens, *h, args.head_dim) for tokens, h in product(args.tokens, args.heads)]
     names = [n for n in args.algorithms if any(runs_here(n, place, one) for one in sizes)]
     names_of_all = [name for name in names if name != DEFAULT]
     contexts = {name: make_context(name, place, kernel=args.kernel) for name in names_of_all}
-    found = {}
+    measured = {}
     for case in (Case(mask, one) for one, mask in product(sizes, args.masks)):
         if DEFAULT in names:  # it chooses by the shape, as a training does
             shape = shape_of(case, args.dtype)
@@ -135,8 +135,8 @@ def measure(
             harness.progress(
                 f"{place}, {case.sizes}, {case.mask}: launch {number + 1}/{args.launches}"
             )
-        found[case] = measure_case(args, place, case, contexts, number)
-    return found, median(message_rate() for _ in range(3)) if args.mbit else math.nan
+        measured[case] = measure_case(args, place, case, contexts, number)
+    return measured, median(message_rate() for _ in range(3)) if args.mbit else math.nan
 
 
 def shape_of(case: Case, dtype: str) -> Shape | str:
@@ -154,7 +154,7 @@ def measure_case(
     case: Case,
     contexts: Mapping[str, BurstContext],
     number: int,
-) -> Found:
+) -> Measured:
     mask, dtype = mask_of(case.mask, place.ranks * case.sizes.tokens), getattr(torch, args.dtype)
     runs: dict[Way, Attention | Kernels] = {}
     sent, plans = {}, {}
@@ -176,7 +176,7 @@ def measure_case(
     most = {name: np.max([s[name] for _, s, _ in ranks], axis=0) for name in sent}
     of_all = {name: [plan[name] for *_, plan in ranks] for name in plans}
     first = {name: next(n for n in of_all if of_all[n] == of_all[name]) for name in of_all}
-    return Found(slowest, most, first)
+    return Measured(slowest, most, first)
 
 
 def message_rate() -> float:
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
     if args.torchrun:
         join(args.device)
         place = Place(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
-        yield from rows(args, place, math.nan, [measure(args, place)])
+        yield from make_rows(args, place, math.nan, [measure(args, place)])
         dist.destroy_process_group()
         return
     for place, mbit in product(args.places, args.mbit or [math.nan]):
@@ -208,14 +208,14 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
                 launch(measure_paced, place.ranks, args, place, number, namespaces=names)[-1]
                 for number in range(args.launches)
             ]
-        yield from rows(args, place, mbit, launches)
+        yield from make_rows(args, place, mbit, launches)
 
 
-def rows(
+def make_rows(
     args: argparse.Namespace,
     place: Place,
     mbit: float,
-    launches: Sequence[tuple[Mapping[Case, Found], float]],
+    launches: Sequence[tuple[Mapping[Case, Measured], float]],
 ) -> Iterator[Row]:
     """Yield the forward, the backward and the step of every case and algorithm, causal first."""
     causal: dict[Any, float] = {}
@@ -224,7 +224,7 @@ def rows(
         pairs = visible_pairs(mask_of(case.mask, tokens), tokens)
         for name, (phase, parts) in product(sent, PHASES.items()):
             seconds, baseline, alone = (
-                np.concatenate([found[case].times[n] for found, _ in launches]) @ parts
+                np.concatenate([measured[case].times[n] for measured, _ in launches]) @ parts
                 for n in ((name, WHOLE), (BASELINE, WHOLE), (name, KERNELS))
             )
             flops = MATMULS[phase] * 2 * case.sizes.heads * case.sizes.head_dim * pairs
@@ -256,20 +256,20 @@ def rows(
             }
 
 
-def body(found: Sequence[Row]) -> str:
+def body(rows: Sequence[Row]) -> str:
     """Return a table of the steps for each place and tensors."""
     tables: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    for row in (row for row in found if row["phase"] == "step"):
+    for row in (row for row in rows if row["phase"] == "step"):
         key = (kind(*(row[name] for name in kind._fields)) for kind in (Place, Sizes))
         tables[tuple(key)].append(row)
-    return "\n\n".join(f"## {a}, {b}\n\n{table(some)}" for (a, b), some in tables.items())
+    return "\n\n".join(f"## {a}, {b}\n\n{table(steps)}" for (a, b), steps in tables.items())
 
 
-def table(found: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return a line for each algorithm, with a column for each mask or rate."""
     lines: dict[str, dict[str, str]] = defaultdict(dict)
     columns: dict[str, dict[str, Row]] = defaultdict(dict)
-    for row in found:
+    for row in rows:
         name, column = row["algorithm"], row["mask"]
         column += "" if math.isnan(row["mbit"]) else f", {row['mbit']:g} Mbit/s"
         columns[column][name] = row
@@ -379,13 +379,13 @@ def main() -> None:
         refuse_where_impossible()
     if not args.torchrun:
         harness.wait_until_quiet(args.force)
-    here, found = harness.origin(args.device), [*run(args)]
+    here, rows = harness.origin(args.device), [*run(args)]
     if int(os.environ.get("RANK", "0")) == 0:
         name = "paced" if args.gflops else "two_nodes" if args.mbit else "attention"
         where = LINKS if args.mbit else "Ranks: torchrun's." if args.torchrun else WHERE
         where += PACED.format(args.gflops) if args.gflops else ""
-        words = {"where": where, "body": body(found), "baseline": BASELINE}
-        harness.publish(args, name, PAGE, found, here, **words, window=WINDOW, blocks=BLOCKS)
+        words = {"where": where, "body": body(rows), "baseline": BASELINE}
+        harness.publish(args, name, PAGE, rows, here, **words, window=WINDOW, blocks=BLOCKS)
 
 
 if __name__ == "__main__":

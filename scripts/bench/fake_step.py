@@ -72,8 +72,8 @@ def model_of(settings: Settings) -> Any:
     chunks = 1
     if has("head_chunks"):
         heads = settings.heads // settings.tensor, max(1, settings.kv_heads // settings.tensor)
-        asked = BurstConfig(head_chunks=settings.head_chunks)
-        chunks = choose_head_chunks(asked, settings.tokens, *heads)
+        burst = BurstConfig(head_chunks=settings.head_chunks)
+        chunks = choose_head_chunks(burst, settings.tokens, *heads)
     config = _config(settings)
     layers = LayerConfig(recompute_offload=has("offload"))
     shared = SharedState(BurstConfig(head_chunks=chunks), layer_config=layers)

@@ -114,7 +114,7 @@ def origin(device: str = "cpu") -> dict[str, str]:
     It takes one thread from then on, so that CPU time is that of one core.
     """
     torch.set_num_threads(1)
-    found = {
+    facts = {
         "date": str(datetime.date.today()),
         "commit": commit(RESULTS),
         "command": command(),
@@ -127,9 +127,9 @@ def origin(device: str = "cpu") -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
     }
     if device != "cpu":
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, loaded()))
-    return found
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["nccl"] = ".".join(map(str, loaded()))
+    return facts
 
 
 def command() -> str:

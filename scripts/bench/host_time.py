@@ -74,9 +74,9 @@ def measure(ranks: int, backward: str, repetitions: int) -> dict[str, float]:
             "forward": lambda: seconds(one.forward) / (ranks - 1),
             "backward": lambda: seconds(one.backward) / (ranks - 1),
         }
-        found = in_turns(ways, repetitions)
-    of_add = min(found.pop("add"))
-    return {"add_us": 1e6 * of_add} | {way: min(each) / of_add for way, each in found.items()}
+        times = in_turns(ways, repetitions)
+    of_add = min(times.pop("add"))
+    return {"add_us": 1e6 * of_add} | {way: min(each) / of_add for way, each in times.items()}
 
 
 def main(given: Sequence[str] | None = None) -> None:

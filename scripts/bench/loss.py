@@ -67,15 +67,15 @@ class GradientsInForward(torch.autograd.Function):
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         mean, losses = 1.0 / len(hidden), []
         for at in range(0, len(hidden), chunk_size):
-            rows, wanted = hidden[at : at + chunk_size], targets[at : at + chunk_size, None]
-            logits = (rows @ weight.t()).float()
+            states, wanted = hidden[at : at + chunk_size], targets[at : at + chunk_size, None]
+            logits = (states @ weight.t()).float()
             highest, target = logits.amax(1, keepdim=True), logits.gather(1, wanted)
             total = logits.sub_(highest).exp_().sum(1, keepdim=True)
             losses.append(highest + total.log() - target)
             logits.mul_(mean / total).scatter_add_(1, wanted, torch.full_like(target, -mean))
             gradient = logits.to(weight.dtype)
             torch.mm(gradient, weight, out=d_hidden[at : at + chunk_size])
-            products.add_product(d_weight, products.LogitsGradient(gradient, logits), rows)
+            products.add_product(d_weight, products.LogitsGradient(gradient, logits), states)
         ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
         return torch.cat(losses).mean()
 
@@ -94,7 +94,7 @@ def ways(args: argparse.Namespace, shape: Shape) -> dict[str, Way]:
     tokens = within(
         Sizes(**shape._asdict(), dtype=dtype, sums_apart=dtype.itemsize < 4), None
     ).tokens
-    found: dict[str, Way] = {
+    ways: dict[str, Way] = {
         LIGER: lambda *given: GradientsInForward.apply(*given, tokens),
         ONCE: partial(linear_cross_entropy, reduction="mean"),
         TWICE: lambda *given: linear_cross_entropy(*given).mean(),
@@ -102,10 +102,10 @@ def ways(args: argparse.Namespace, shape: Shape) -> dict[str, Way]:
     if args.device == "cuda" and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-        found["Liger"] = liger_fused_linear_cross_entropy
+        ways["Liger"] = liger_fused_linear_cross_entropy
     if shape.tokens * shape.vocabulary <= MOST_LOGITS:
-        found[ALL_LOGITS] = all_logits
-    return found
+        ways[ALL_LOGITS] = all_logits
+    return ways
 
 
 def make_inputs(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +119,7 @@ def make_inputs(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, 
 
 def time_rows(args: argparse.Namespace) -> list[Row]:
     """Measure all ways at all shapes."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for shape in args.shapes:
         inputs = make_inputs(shape, args.device, getattr(torch, args.dtype))
 
@@ -135,8 +135,8 @@ def time_rows(args: argparse.Namespace) -> list[Row]:
         for name, one in times.items():
             row = {"measured": "time", **shape._asdict(), "way": name, **one}
             row["ratio_of_median"] = one["median_s"] / times[LIGER]["median_s"]
-            found.append({**row, "repetitions": repetitions})
-    return found
+            rows.append({**row, "repetitions": repetitions})
+    return rows
 
 
 def counted_peak(way: Way, shape: Shape) -> int:
@@ -161,29 +161,29 @@ def memory_rows(args: argparse.Namespace) -> list[Row]:
     every: dict[str, Way] = {ALL_LOGITS: all_logits, f"chunked, {args.memory_mb} MiB": chunked}
     return [
         {"measured": "memory", **shape._asdict(), "way": name, "bytes": counted_peak(way, shape)}
-        for rows, tokens in product(args.vocabularies, args.tokens)
-        for shape in [Shape(tokens, rows, args.hidden)]
+        for vocabulary, tokens in product(args.vocabularies, args.tokens)
+        for shape in [Shape(tokens, vocabulary, args.hidden)]
         for name, way in every.items()
     ]
 
 
-def memory_table(found: Sequence[Row]) -> str:
+def memory_table(rows: Sequence[Row]) -> str:
     lines: dict[tuple[int, str], list[str]] = {}
-    for row in found:
+    for row in rows:
         line = lines.setdefault((row["vocabulary"], row["way"]), [])
         line.append(f"{row['bytes'] / harness.MIB:.0f}")
-    tokens = [f"{n} tokens" for n in dict.fromkeys(row["tokens"] for row in found)]
-    cells = ([str(rows), way, *line] for (rows, way), line in lines.items())
+    tokens = [f"{n} tokens" for n in dict.fromkeys(row["tokens"] for row in rows)]
+    cells = ([str(vocabulary), way, *line] for (vocabulary, way), line in lines.items())
     return harness.table(["vocabulary", "way", *tokens], cells, words=2)
 
 
-def time_table(found: Sequence[Row]) -> str:
+def time_table(rows: Sequence[Row]) -> str:
     lines = [
         [
             " x ".join(str(row[name]) for name in Shape._fields),
             *(row["way"], f"{1e3 * row['median_s']:.0f}", f"{row['ratio_of_median']:.3f}"),
         ]
-        for row in found
+        for row in rows
     ]
     return harness.table(
         ["tokens x vocabulary x hidden", "way", "median ms", "ratio"], lines, words=2

@@ -109,9 +109,9 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = flags()
-    here, found = origin(), measure(args)
+    here, rows = origin(), measure(args)
     lines, kept = [], True
-    for whole, cut in zip(found[::2], found[1::2], strict=True):
+    for whole, cut in zip(rows[::2], rows[1::2], strict=True):
         ratio = cut["median_s"] / whole["median_s"]
         kept &= ratio <= ALLOWED[whole["held"]]
         times = (f"{row['median_s']:.3f}" for row in (whole, cut))
@@ -119,7 +119,7 @@ def main() -> None:
     head = ["a checkpoint holds", "s whole", f"s in {args.chunks} chunks", "ratio"]
     verdict = "met" if kept else "NOT met"
     wanted = {"one": ALLOWED[ONE], "pairs": ALLOWED[PAIRS], "verdict": verdict}
-    publish(args, "mlp_chunks", PAGE, found, here, body=table(head, lines), **wanted)
+    publish(args, "mlp_chunks", PAGE, rows, here, body=table(head, lines), **wanted)
 
 
 if __name__ == "__main__":

@@ -95,14 +95,14 @@ def measure(
     ranks: int, settings: Mapping[str, str], sizes: Sizes, number: int
 ) -> dict[str, object]:
     nodes = [rank // NODE for rank in range(ranks)]
-    found: dict[str, object] = {"ranks": ranks, **settings, "sizes": str(sizes)}
-    found["silent"] = layers(silent_rank(nodes, sizes.draw("cuda", DTYPE), **settings), number)
+    figures: dict[str, object] = {"ranks": ranks, **settings, "sizes": str(sizes)}
+    figures["silent"] = layers(silent_rank(nodes, sizes.draw("cuda", DTYPE), **settings), number)
     one = rank_of(nodes, sizes, settings)
-    found["nccl"] = layers(one, number)
+    figures["nccl"] = layers(one, number)
     forward, backward = counted_peaks(nodes, sizes, **settings)
     results = sum(x.nbytes for x in one.result or ())
     beside = sum(x.nbytes for x in one.tensors)
-    return found | {"counted": (max(forward, results + backward) + beside) / 2**20}
+    return figures | {"counted": (max(forward, results + backward) + beside) / 2**20}
 
 
 def main() -> None:
@@ -112,7 +112,7 @@ def main() -> None:
     help = "let NCCL's group record the tensors of messages, as it does with tensors of torch's own"
     parser.add_argument("--recorded", action="store_true", help=help)
     if parser.parse_args().recorded:
-        memory._alias = lambda found: found
+        memory._alias = lambda data: data
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     print(json.dumps({"device": torch.cuda.get_device_name(), "nccl": loaded()}))

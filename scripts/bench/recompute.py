@@ -142,13 +142,13 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = flags()
-    here, found = origin(args.device), measure(args)
+    here, rows = origin(args.device), measure(args)
     lines = (
         [row["recompute"], f"{row['median_s']:.2f}", f"{row['stored_bytes'] / MIB:.1f}"]
-        for row in found
+        for row in rows
     )
     body = table(["recompute", "s a step", "MiB stored"], lines)
-    publish(args, "recompute", PAGE, found, here, body=body)
+    publish(args, "recompute", PAGE, rows, here, body=body)
 
 
 if __name__ == "__main__":

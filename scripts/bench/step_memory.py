@@ -63,9 +63,9 @@ def measure(settings: Settings) -> StepMemory:
 
 def shares(settings: Settings) -> tuple[StepMemory, dict[str, float]]:
     """Return the step, and how many bytes each layer more adds to the peak of every phase."""
-    found = measure(settings)
+    step = measure(settings)
     fewer = measure(replace(settings, layers=settings.layers - 1))
-    return found, {phase: found.peaks[phase] - fewer.peaks[phase] for phase in PHASES}
+    return step, {phase: step.peaks[phase] - fewer.peaks[phase] for phase in PHASES}
 
 
 class _Phases(LiveBytes):
@@ -158,24 +158,24 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="as TransformerEngine's layers save")
     parser.add_argument("--makers", type=int, default=0, help="how many lines of what lives then")
     args = vars(parser.parse_args())
-    asked, most = args.pop("save"), args.pop("makers")
-    if asked is None:
+    chosen, most = args.pop("save"), args.pop("makers")
+    if chosen is None:
         rungs = [frozenset(SAVINGS[:n]) for n in range(len(SAVINGS) + 1)]
     else:
-        rungs = [frozenset(SAVINGS if "all" in asked else asked)]
+        rungs = [frozenset(SAVINGS if "all" in chosen else chosen)]
     for savings in rungs:
         _report(Settings(**args, savings=savings), most)
 
 
 def _report(settings: Settings, makers: int) -> None:
-    found, more = shares(settings)
+    step, more = shares(settings)
     print(
         f"with {', '.join(sorted(settings.savings)) or 'nothing'}; x = {settings.x / 2**30:g} GiB"
     )
     for phase in PHASES:
         share = f"{more[phase] / settings.x:.2f} x a layer more"
-        print(f"  {phase:10}{found.in_x(phase):7.2f} x, {share}")
-        for name, size in found.makers[phase].most_common(makers):
+        print(f"  {phase:10}{step.in_x(phase):7.2f} x, {share}")
+        for name, size in step.makers[phase].most_common(makers):
             print(f"    {size / settings.x:9.2f} x  {name}")
 
 

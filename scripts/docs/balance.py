@@ -64,10 +64,10 @@ def row(lengths: str, tokens: int, ranks: int, draw: int = 1) -> Row:
     for (place, a_node), (heads, kv_heads) in product(PLACES.items(), HEADS.items()):
         nodes = [rank // a_node for rank in range(ranks)]
         started = time.process_time()
-        found = balanced(mask, tokens, nodes, 32 // kv_heads)
+        best = balanced(mask, tokens, nodes, 32 // kv_heads)
         milliseconds = max(milliseconds, 1e3 * (time.process_time() - started))
-        uneven = max(uneven, found.imbalance)
-        before, now = (bottleneck(x, mask, nodes, kv_heads) for x in (usual, found.layout))
+        uneven = max(uneven, best.imbalance)
+        before, now = (bottleneck(x, mask, nodes, kv_heads) for x in (usual, best.layout))
         case = f"{place} {heads}"
         sent |= {
             case: f"{now / max(1, before):.2f}",
@@ -81,29 +81,29 @@ def row(lengths: str, tokens: int, ranks: int, draw: int = 1) -> Row:
         "draw": str(draw),
         "zigzag": f"{imbalance(usual, mask):.2f}",
         "balanced": f"{uneven:.3f}",
-        "chunk": str(found.chunk),
+        "chunk": str(best.chunk),
         "ms": f"{milliseconds:.1f}",
         **{name: str(value) for name, value in sent.items()},
     }
 
 
-def ratios(found: Sequence[Row]) -> list[float]:
+def ratios(rows: Sequence[Row]) -> list[float]:
     """All bytes of these situations over those under zigzag."""
     cases = [f"{place} {heads}" for place in PLACES for heads in HEADS]
     return [
         int(row[f"{case} balanced"]) / max(1, int(row[f"{case} zigzag"]))
-        for row in found
+        for row in rows
         for case in cases
     ]
 
 
-def parts(found: Sequence[Row]) -> dict[str, str]:
+def parts(rows: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
-    first = [each for each in found if each["draw"] == "1"]
+    first = [each for each in rows if each["draw"] == "1"]
     shown = [each for each in first if each["documents"] in SHOWN and each["tokens"] in SHOWN]
     shown = [each for each in shown if each["ranks"] in SHOWN]
     sent = ratios(first)
-    every = [ratios([row for row in found if row["draw"] == str(draw)]) for draw in DRAWS]
+    every = [ratios([row for row in rows if row["draw"] == str(draw)]) for draw in DRAWS]
     above = ", ".join(str(sum(x > 1 for x in of)) for of in every)
     words = (
         f"In {len(DRAWS)} draws {above} of {len(sent)} such figures are above 1, at most "

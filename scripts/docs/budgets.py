@@ -51,14 +51,14 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """Every place with both heads causal, and with the other masks as many heads of each."""
-    found = []
+    every = []
     for ranks, nodes in ((8, 1), (32, 4), (32, 2)):
         rings = ("kv", "query") if nodes == 2 else ("kv", "query", "mesh")
-        found += [Case(ranks, nodes, heads, ring, "causal") for heads in HEADS for ring in rings]
+        every += [Case(ranks, nodes, heads, ring, "causal") for heads in HEADS for ring in rings]
         masks = ("window", "documents")
-        found += [Case(ranks, nodes, "4:4", ring, mask) for mask in masks for ring in rings]
+        every += [Case(ranks, nodes, "4:4", ring, mask) for mask in masks for ring in rings]
     chunked = product(((8, 1), (32, 4)), ("kv", "query", "mesh"), (2, 4))
-    return found + [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
+    return every + [Case(*place, "4:4", f"{r} / {n}", "causal") for place, r, n in chunked]
 
 
 def counted(case: Case, rank: int | None = None) -> Counted:
@@ -87,11 +87,11 @@ def mask_of(case: Case) -> Mask:
     return Mask.causal()
 
 
-def row(case: Case, found: Counted) -> Row:
+def row(case: Case, counts: Counted) -> Row:
     cells = {name: str(value) for name, value in case._asdict().items()}
     chunks = int(case.ring.partition(" / ")[2] or 1)
     for way in WAYS:
-        made, steps = getattr(found, way), getattr(found.call, f"{way}_launches")
+        made, steps = getattr(counts, way), getattr(counts.call, f"{way}_launches")
         cells |= {
             f"{way}_calls": str(chunks * sum(map(len, steps))),
             f"{way}_kernels": str(made.kernels),

@@ -43,10 +43,10 @@ def _lines() -> Iterator[list[str]]:
         if name == "double" and ranks == cluster.gpus_per_node:
             continue  # of one node it is flat
         load = attention_alone(cluster, ranks, TOKENS, config, HEADS)
-        found = _uses(load, is_direct=name == "direct")
-        sent = str(sum(use.sent for use in found.values()))
-        largest = f"{max(use.largest for use in found.values()) / 2**20:.3g}"
-        yield [f"{ranks} {cluster.name.upper()}", name, sent, largest, _cell(found)]
+        by_channel = _uses(load, is_direct=name == "direct")
+        sent = str(sum(use.sent for use in by_channel.values()))
+        largest = f"{max(use.largest for use in by_channel.values()) / 2**20:.3g}"
+        yield [f"{ranks} {cluster.name.upper()}", name, sent, largest, _cell(by_channel)]
 
 
 def _uses(load: Workload, *, is_direct: bool) -> dict[Channel, Use]:
@@ -64,7 +64,7 @@ def _cell(of: dict[Channel, Use]) -> str:
     of_each = {channel: use.channels for channel, use in of.items()}
     rows = [(Channel.READ_WITHIN, Channel.READ_ACROSS), (Channel.GRADIENT_WITHIN,)]
     rest = [channel for channel in Channel if not any(channel in row for row in rows)]
-    most = [max((of_each.get(channel, 0) for channel in some), default=0) for some in (*rows, rest)]
+    most = [max((of_each.get(channel, 0) for channel in row), default=0) for row in (*rows, rest)]
     channels = "/".join(map(str, filter(None, most)))
     ctas, buffers = (sum(getattr(u, n) for u in of.values()) for n in ("ctas", "buffers"))
     return f"{channels}, {ctas}, {buffers // 2**20}"

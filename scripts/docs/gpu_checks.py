@@ -37,11 +37,11 @@ def row(report: Mapping[str, Any], contact: str) -> Row:
     """
     try:
         machine, stages = report["machine"], report["stages"]
-        found = machine["versions"]
+        there = machine["versions"]
         return {
             "date": machine["time"][:10],
             "device": report["device"],
-            "versions": ", ".join(f"{name} {found[name]}" for name in VERSIONS if name in found),
+            "versions": ", ".join(f"{name} {there[name]}" for name in VERSIONS if name in there),
             "commit": str(machine["commit"])[:8],
             "passed": _stages(stages, "passed"),
             "failed": _stages(stages, "failed"),
@@ -67,9 +67,9 @@ def add(report: Path, contact: str, rows: Path = ROWS) -> Path:
 
 def parts(rows: Path = ROWS) -> dict[str, str]:
     """Return what the page has of them, the newest first."""
-    found = [json.loads(file.read_text()) for file in sorted(rows.glob("*.json"), reverse=True)]
-    cells = table(SHOWN, ([each[name] for name in SHOWN] for each in found))
-    return {"reports": cells if found else "No report yet."}
+    reports = [json.loads(file.read_text()) for file in sorted(rows.glob("*.json"), reverse=True)]
+    cells = table(SHOWN, ([each[name] for name in SHOWN] for each in reports))
+    return {"reports": cells if reports else "No report yet."}
 
 
 def main() -> None:

@@ -37,20 +37,20 @@ def csv_row(each: Row) -> dict[str, str]:
     }
 
 
-def draw(found: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the predictions over the measurements, a colour a table; memory as triangles."""
     figure = Figure(figsize=(6, 4.6), layout="constrained")
     axes = figure.subplots()
-    for number, table in enumerate(dict.fromkeys(each.table for each in found)):
+    for number, table in enumerate(dict.fromkeys(each.table for each in rows)):
         for fitted, mark in product((False, True), "o^"):
-            some = [e for e in found if (e.table, bool(e.fitted)) == (table, fitted)]
-            some = [e for e in some if (e.unit == "GiB") == (mark == "^")]
-            points = [e.value for e in some], [e.predicted for e in some]
+            marked = [e for e in rows if (e.table, bool(e.fitted)) == (table, fitted)]
+            marked = [e for e in marked if (e.unit == "GiB") == (mark == "^")]
+            points = [e.value for e in marked], [e.predicted for e in marked]
             face, label = "white" if fitted else f"C{number}", None
             if mark == "o" and not fitted:
                 label = table
             axes.plot(*points, mark, color=f"C{number}", mfc=face, markersize=4, label=label)
-    ends = [0.8 * min(e.value for e in found), 1.25 * max(e.value for e in found)]
+    ends = [0.8 * min(e.value for e in rows), 1.25 * max(e.value for e in rows)]
     axes.plot(ends, ends, color="0.4", linewidth=0.8)
     axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.9")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)

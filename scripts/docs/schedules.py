@@ -43,8 +43,8 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
     heads = HEADS, kv_heads, HEAD_DIM
     load = attention_alone(CLUSTERS[cluster], gpus, tokens, BurstConfig(), heads)
     kernels, auto = milliseconds(load)
-    found = {name: forced(load, config) for name, config in settings().items()}
-    best = min(time for name, time in found.items() if time and name not in FORCED)
+    times = {name: forced(load, config) for name, config in settings().items()}
+    best = min(time for name, time in times.items() if time and name not in FORCED)
     chosen, _ = timing.chosen(load.ring)
     return {
         "cluster": cluster,
@@ -52,7 +52,7 @@ def row(cluster: str, gpus: int, kv_heads: int, tokens: int) -> Row:
         "kv_heads": f"{kv_heads}",
         "tokens": f"{tokens}",
         "kernels": digits(kernels),
-        **{setting: digits(each) if each else "" for setting, each in found.items()},
+        **{setting: digits(each) if each else "" for setting, each in times.items()},
         "auto": digits(auto),
         "auto_over_best": f"{auto / best:.4f}",
         "auto_forward": chosen.forward[0].schedule.name,
@@ -88,19 +88,19 @@ def digits(number: float) -> str:
     return f"{float(f'{number:.5g}'):.9g}"
 
 
-def fastest(found: Row) -> tuple[Topology, float]:
+def fastest(one: Row) -> tuple[Topology, float]:
     """The fastest topology, and its time over the next best's."""
-    times = sorted((float(found[way]), way) for way in FORCED if found[way])
+    times = sorted((float(one[way]), way) for way in FORCED if one[way])
     return times[0][1], times[0][0] / times[1][0]
 
 
-def parts(found: Sequence[Row]) -> dict[str, str]:
+def parts(rows: Sequence[Row]) -> dict[str, str]:
     """What the page has of them."""
-    shown = [each for each in found if int(each["tokens"]) == SHOWN_TOKENS]
+    shown = [each for each in rows if int(each["tokens"]) == SHOWN_TOKENS]
     shown = [each for each in shown if int(each["gpus"]) in SHOWN_GPUS]
-    large = [each for each in found if int(each["gpus"]) > TIMED]
+    large = [each for each in rows if int(each["gpus"]) > TIMED]
     cells = table(SHOWN, ([each[name] for name in SHOWN] for each in shown))
-    usual, of_large = slower(each for each in found if each not in large), slower(large)
+    usual, of_large = slower(each for each in rows if each not in large), slower(large)
     words = (
         f"Milliseconds of {SHOWN_TOKENS} tokens a rank. With up to {TIMED} GPUs `auto` is at most "
         f"{usual} slower than the best forced setting, with {GPUS[-1]}, reckoned from a quarter, "
@@ -109,16 +109,16 @@ def parts(found: Sequence[Row]) -> dict[str, str]:
     return {"table": f"{words}\n\n{cells}"}
 
 
-def slower(found: Iterable[Row]) -> str:
+def slower(rows: Iterable[Row]) -> str:
     """By how much `auto` takes longer than the best forced setting, at most."""
-    return f"{max(float(each['auto_over_best']) for each in found) - 1:.1%}"
+    return f"{max(float(each['auto_over_best']) for each in rows) - 1:.1%}"
 
 
-def draw(found: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """A map for each cluster and share of heads: the deeper a colour, the more is won."""
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     maps = figure.subplots(len(KV_HEADS), len(CLUSTERS), sharex=True, sharey=True)
-    for each in found:
+    for each in rows:
         sizes = [int(each[name]) for name in ("kv_heads", "tokens", "gpus")]
         line, x, y = (of.index(n) for of, n in zip((KV_HEADS, TOKENS, GPUS), sizes, strict=True))
         axes, (way, share) = maps[line, [*CLUSTERS].index(each["cluster"])], fastest(each)

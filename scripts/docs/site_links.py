@@ -8,12 +8,12 @@ from typing import Any
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Make them links to `repo_url`, or where none is configured the paths as text."""
 
-    def outside(found: re.Match[str]) -> str:
+    def outside(link: re.Match[str]) -> str:
         folder = posixpath.dirname(f"docs/{page.file.src_uri}")
-        path = posixpath.normpath(posixpath.join(folder, found[2]))
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
         if path.startswith("docs/"):
-            return found[0]
+            return link[0]
         repository = config["repo_url"]
-        return f"[{found[1]}]({repository}/blob/HEAD/{path})" if repository else found[1]
+        return f"[{link[1]}]({repository}/blob/HEAD/{path})" if repository else link[1]
 
     return re.sub(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#]+)\)", outside, markdown)

@@ -84,7 +84,7 @@ def _columns_grouped(head: list[str], rows: Iterable[list[str]]) -> Table:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in zip(head, *rows, strict=True):
         names.setdefault(tuple(cells), []).append(name)
-    return [", ".join(some) for some in names.values()], map(list, zip(*names, strict=True))
+    return [", ".join(alike) for alike in names.values()], map(list, zip(*names, strict=True))
 
 
 def _grouped(rows: Iterable[list[str]]) -> Iterator[list[str]]:

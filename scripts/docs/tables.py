@@ -84,9 +84,9 @@ def _of_name(name: Any, methods: tuple[str, ...]) -> Iterator[str]:
     signature = "" if inspect.isclass(name) else f"{_signature(name)}\n\n"
     yield f"```text\n{signature}{_text(name)}\n```\n"
     for method in methods:
-        found = inspect.getattr_static(name, method)
-        shown = method if isinstance(found, property) else _signature(getattr(name, method))
-        first = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
+        attribute = inspect.getattr_static(name, method)
+        shown = method if isinstance(attribute, property) else _signature(getattr(name, method))
+        first = " ".join((inspect.getdoc(attribute) or "").partition("\n\n")[0].split())
         yield f"* `{name.__name__}.{shown}`: {first}"
     if methods:
         yield ""

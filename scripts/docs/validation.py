@@ -61,13 +61,13 @@ def _kernel_rates(rows: Iterable[_Measured]) -> dict[_Place, float]:
 
     They fall with the ranks that share a core, and from one day to another.
     """
-    found = defaultdict(list)
+    speeds = defaultdict(list)
     for row in rows:
         if row["phase"] == "step" and row["kv_heads"] == row["heads"]:
             ranks, _, tokens, heads, _, head_dim = (int(row[name]) for name in _SIZES)
             forward = attention_flops(ranks * tokens**2 // 2, heads, head_dim, head_dim)
-            found[_place(row)].append(3.5 * forward / float(row["kernels_s"]))
-    return {place: mean(rates) for place, rates in found.items()}
+            speeds[_place(row)].append(3.5 * forward / float(row["kernels_s"]))
+    return {place: mean(rates) for place, rates in speeds.items()}
 
 
 def _place(row: _Measured) -> _Place:
@@ -92,18 +92,18 @@ def _exposed(
     return Row(id=name, group=place, load=load, value=exposed, unit="exposed share")
 
 
-def median_error(found: list[Row]) -> float:
+def median_error(rows: list[Row]) -> float:
     """Return the median of the held-out rows' errors."""
-    return median(abs(each.error) for each in found if not each.fitted)
+    return median(abs(each.error) for each in rows if not each.fitted)
 
 
-def _summary(found: list[Row]) -> str:
-    held = [each for each in found if not each.fitted]
+def _summary(rows: list[Row]) -> str:
+    held = [each for each in rows if not each.fitted]
     beyond = [each.id for each in held if abs(each.error) > BEYOND]
-    return f"{median_error(found):.1%} of {len(held)}" + f", {len(beyond)} beyond" * bool(beyond)
+    return f"{median_error(rows):.1%} of {len(held)}" + f", {len(beyond)} beyond" * bool(beyond)
 
 
-def order(found: list[Row], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
+def order(rows: list[Row], *, across_codes: bool) -> tuple[int, list[tuple[str, str]]]:
     """Compare the order of every two rows of a group that were measured more than `GAP` apart.
 
     Of two code bases, or of one: returns how many pairs there are, and those that are predicted the
@@ -111,7 +111,7 @@ def order(found: list[Row], *, across_codes: bool) -> tuple[int, list[tuple[str,
     """
     pairs = [
         (a, b)
-        for a, b in combinations(found, 2)
+        for a, b in combinations(rows, 2)
         if a.group == b.group
         and (a.code != b.code) == across_codes
         and max(a.value, b.value) > GAP * min(a.value, b.value)
@@ -165,8 +165,8 @@ def messages(configs: Configs, rows: list[Row]) -> Iterator[str]:
     """Say how far the predictions hold, a line for each question."""
     held = [each for each in rows if not each.fitted]
     yield f"the median error of all: {median_error(rows):.1%} of {len(held)} rows"
-    for (is_memory, table), found in groupby(rows, lambda row: (row.unit == "GiB", row.table)):
-        yield f"{table}, {'memory' if is_memory else 'speed'}: {_summary([*found])}"
+    for (is_memory, table), group in groupby(rows, lambda row: (row.unit == "GiB", row.table)):
+        yield f"{table}, {'memory' if is_memory else 'speed'}: {_summary([*group])}"
     speed = [each for each in rows if each.unit != "GiB"]
     for across, of in ((False, "one code base"), (True, "two code bases")):
         count, wrong = order(speed, across_codes=across)
