@@ -36,13 +36,14 @@ from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.hooks.sequence_hooks import SequenceHooks
 from megatron_burst.plugin.hooks.verify_positions import PositionHooks
 from megatron_burst.plugin.layer_spec import LayerSpecProvider, mtp_spec, stack_spec
+from megatron_burst.plugin.limits import flag_of
 from megatron_burst.plugin.own_models import (
     REMEDY,
     check_attention,
     documents_must_come,
     with_our_parts,
 )
-from megatron_burst.plugin.refusals import refusals, refuse_all
+from megatron_burst.plugin.refusals import documents_flag, refusals, refuse_all
 from megatron_burst.plugin.rejections import with_reason
 from megatron_burst.plugin.scans.choice import states_are_passed
 from megatron_burst.plugin.settings import Settings, checks_files, settings_of
@@ -223,8 +224,8 @@ def _hooks(
     if shared is not None:
         if not shared.follows_layout:
             yield SequenceHooks(shared, batches.cut, documents_apart=args.sft)
-        if args.dataloader_inter_document_masking:
-            yield documents_must_come
+        if documents := documents_flag(args):
+            yield functools.partial(documents_must_come, flag=flag_of(documents))
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         if shared.layer_config.recompute_offload:

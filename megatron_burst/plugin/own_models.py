@@ -99,10 +99,10 @@ def check_attention(models: list[Any], shared: SharedState) -> None:
         need_language_models("--recompute-attention-fraction", models)
 
 
-def documents_must_come(models: list[Any]) -> list[Any]:
-    """Let the first training forward have documents, where flags ask for them: a hook.
+def documents_must_come(models: list[Any], flag: str) -> list[Any]:
+    """Let the first training forward have documents, where a flag asks for them: a hook.
 
-    Dev's pretrain_gpt.py takes --dataloader-inter-document-masking and leaves it out.
+    Megatron's pretrain_gpt.py leaves them out of schedule plans, dev's altogether.
     """
 
     def check(model: Any, given: Mapping[str, Any]) -> None:
@@ -110,8 +110,8 @@ def documents_must_come(models: list[Any]) -> list[Any]:
             return
         if given.get("packed_seq_params") is None:
             raise ValueError(
-                "--dataloader-inter-document-masking: this script gives the model no documents "
-                "(packed_seq_params is None): take megatron_burst.pretrain, or drop the flag"
+                f"{flag}: this script gives the model no documents (packed_seq_params is None): "
+                "take megatron_burst.pretrain, or drop the flag"
             )
         seen.add(model)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from megatron_burst import BurstConfig
 from megatron_burst.config import LmHeadConfig, LmHeadLoss
@@ -45,6 +46,7 @@ from megatron.core.transformer.transformer_layer import (  # noqa: E402
 
 from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.layer_spec import LayerSpecProvider  # noqa: E402
+from megatron_burst.plugin.own_models import documents_must_come  # noqa: E402
 
 BURST = "--context-parallel-algo burst --attention-dropout 0 --seq-length 32 "
 CHUNKED = "--lm-head-loss chunked "
@@ -768,6 +770,31 @@ def test_attention_dropout_of_a_checkpoint_is_left_out_its_hidden_dropout_kept(
     args.use_checkpoint_args, args.attention_dropout = False, 0.1
     with pytest.raises(ValueError, match=r"attention_dropout = 0.1: .*pass --attention-dropout 0"):
         attach._with_burst_spec(gpt_config, BATCHES)(args)
+
+
+class Script(torch.nn.Module):
+    """A model as a script calls it: by its forward, or for a plan."""
+
+    def forward(self, packed_seq_params: Any = None) -> None: ...
+
+    def build_schedule_plan(self, packed_seq_params: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize("flag", ["--dataloader-inter-document-masking", "--sft"])
+def test_a_script_that_leaves_documents_out_is_told_so(
+    parser: argparse.ArgumentParser, flag: str
+) -> None:
+    """As upstream's pretrain_gpt.py does where it asks for a plan."""
+    args, model = parse(parser, BURST + flag), Script()
+    configure(args)
+    for hook in attach._parts(args, BATCHES)[1]:
+        if getattr(hook, "func", None) is documents_must_come:
+            hook([model])
+    for call in (model, model.build_schedule_plan):
+        with pytest.raises(ValueError, match=f"^{flag}: this script gives the model no documents"):
+            call()
+    model.eval()()
+    model.train()(packed_seq_params=object())
 
 
 def test_a_norm_that_a_hybrid_stack_lacks_is_said(
