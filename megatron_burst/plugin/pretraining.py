@@ -181,7 +181,8 @@ def _next_batch(
 def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqParams | None:
     """Say in Megatron's words where documents begin, and count them in its FLOPs.
 
-    The longest one's length is for Megatron's own attention and rotary embeddings.
+    The longest one's length is for Megatron's own attention and rotary embeddings; of the number of
+    all tokens it makes what tells its Mamba layers where a document begins.
     """
     if cu_seqlens is None:
         return None
@@ -194,6 +195,7 @@ def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqPa
         cu_seqlens_kv=bounds,
         max_seqlen_q=int(max_seqlen),
         max_seqlen_kv=int(max_seqlen),
+        total_tokens=int(bounds[-1]),
         tokens_per_sample=get_args().seq_length,
     )
 

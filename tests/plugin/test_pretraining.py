@@ -48,7 +48,7 @@ def given_to_the_model(
     return given
 
 
-def test_rotary_embeddings_of_megatrons_own_know_the_longest_document(
+def test_layers_of_megatrons_own_know_where_documents_begin_and_the_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = {"cu_seqlens": torch.tensor([[0, 5, 8, 16]]), "max_seqlen": torch.tensor([8])}
@@ -57,6 +57,7 @@ def test_rotary_embeddings_of_megatrons_own_know_the_longest_document(
     length = RotaryEmbedding.get_rotary_seq_len(object(), None, None, None, None, packed)
     assert length == 8 and isinstance(length, int)
     assert packed.cu_seqlens_q.tolist() == [0, 5, 8, 16] and packed.tokens_per_sample == 8
+    assert packed.seq_idx.tolist() == [5 * [0] + 3 * [1] + 8 * [2]]  # of Mamba layers
 
 
 def test_a_plan_is_asked_for_with_what_a_forward_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
