@@ -61,23 +61,27 @@ def attach(args: argparse.Namespace) -> None:
 
 
 def refuse_mixture(args: argparse.Namespace) -> None:
-    """Raise a ValueError if --save holds complete checkpoints and --load is not the same directory.
+    """Raise a ValueError if --save holds complete checkpoints from which training does not go on.
 
     New ones would be saved among them and over them, and the next start could not tell them apart.
+    It goes on where --load is the same directory, unless --finetune begins at iteration 0.
     """
     given = {os.path.realpath(path) for path in (args.save, args.load) if path}
-    if not args.save or (args.load and len(given) == 1) or args.skip_train:
+    is_same = bool(args.load) and len(given) == 1
+    if not args.save or (is_same and not args.finetune) or args.skip_train:
         return
     directory = Path(args.save)
     saved = _saved(directory, None)
-    if args.ckpt_convert_format or all(what_is_missing(directory / x, False) for x in saved):
+    if args.ckpt_convert_format or all(_what_is_missing(directory / x, False) for x in saved):
         return
     first, last = (int(name.removeprefix("iter_")) for name in (saved[-1], saved[0]))
-    source = args.pretrained_checkpoint or args.load
+    source = args.pretrained_checkpoint or (None if is_same else args.load)
     remedy = f"--load {args.save}" + (f" --pretrained-checkpoint {source}" if source else "")
+    remedy += " and drop --finetune" if args.finetune else ""  # Megatron sets it for that one
+    why = "--finetune begins anew" if is_same else f"--load is {args.load or 'not given'}"
     raise ValueError(
-        f"--save {args.save} holds checkpoints, of iterations {first} to {last}, and --load is "
-        f"{args.load or 'not given'}: this training would save among and over them: "
+        f"--save {args.save} holds checkpoints, of iterations {first} to {last}, and {why}: "
+        "this training would save among and over them: "
         f"pass {remedy} to go on from the newest of them, or another --save"
     )
 
@@ -115,7 +119,7 @@ class CompleteOnly:
         # Where only other ranks miss something, they say it.
         names, reasons = _of_all_ranks(self._candidates(file))[0]
         for name in names:
-            reason = what_is_missing(file.parent / name, self._needs_marker)
+            reason = _what_is_missing(file.parent / name, self._needs_marker)
             if not any(_of_all_ranks(reason)):
                 for line in reasons:
                     _warn_once(f"{line}; loading {name} instead")
@@ -191,13 +195,19 @@ def _saved(directory: Path, recorded: int | None) -> list[str]:
     return [f"iter_{iteration:07d}" for iteration in iterations]
 
 
+def _what_is_missing(folder: Path, needs_marker: bool) -> str | None:
+    """Ask anew once there are groups, by which a rank knows its file: arguments are read before."""
+    has_groups = parallel_state.model_parallel_is_initialized()
+    return what_is_missing(folder, needs_marker, has_groups)
+
+
 @functools.cache  # Megatron asks more than once; a save clears it
-def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
+def what_is_missing(folder: Path, needs_marker: bool, has_groups: bool = False) -> str | None:
     """Say why a checkpoint's folder is incomplete, as far as this rank has to know; None if it is.
 
     Of the format torch each rank looks for the file that it would load; of torch's distributed
     formats the first rank compares all files with what the metadata say of them. `needs_marker`: if
-    it is distributed, it must be Megatron's torch_dist.
+    it is distributed, it must be Megatron's torch_dist. `has_groups`: of ranks of the model.
     """
     if not folder.is_dir():
         return "there is no such folder"
@@ -206,7 +216,7 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
         return None
     note = _note(folder)
     replaced = note.stat().st_mtime_ns if note.is_file() else 0
-    marks = list(_marks(folder, is_torch, needs_marker))
+    marks = list(_marks(folder, is_torch, needs_marker, has_groups))
     for file in marks:
         name = file.relative_to(folder)
         if not file.is_file():
@@ -220,14 +230,14 @@ def what_is_missing(folder: Path, needs_marker: bool) -> str | None:
     return _missing_tensors(folder)
 
 
-def _marks(folder: Path, is_torch: bool, needs_marker: bool) -> Iterator[Path]:
+def _marks(folder: Path, is_torch: bool, needs_marker: bool, has_groups: bool) -> Iterator[Path]:
     """Yield the files that make a checkpoint complete, as far as this rank has to know."""
     if not is_torch:
         yield folder / METADATA
         if needs_marker:
             yield folder / MARKER
         yield from sorted(folder.glob("*.pt"))  # of Megatron before 0.19
-    elif parallel_state.model_parallel_is_initialized():
+    elif has_groups:
         is_release = folder.name == RELEASE
         number = 0 if is_release else int(folder.name.removeprefix("iter_"))
         own = Path(checkpointing.get_checkpoint_name(str(folder.parent), number, is_release))

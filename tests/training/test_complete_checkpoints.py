@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 checkpointing = pytest.importorskip("megatron.training.checkpointing")
 import megatron.training.training as training  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
@@ -60,7 +62,7 @@ def copied(saved: Callable[[str], tuple[Path, str]], tmp_path: Path) -> Any:
 
 def settings(directory: Path, name: str = "torch_dist", **changes: Any) -> Namespace:
     found = {"load": str(directory), "ckpt_step": None, "ckpt_format": name, "save": None}
-    off = "auto_detect_ckpt_format", "async_save", "skip_train"
+    off = "auto_detect_ckpt_format", "async_save", "skip_train", "finetune"
     missing = dict.fromkeys(("ckpt_convert_format", "pretrained_checkpoint"))
     return Namespace(**found | dict.fromkeys(off, False) | missing | changes)
 
@@ -261,6 +263,15 @@ def test_a_training_does_not_save_among_the_checkpoints_of_another(
     for changes, remedy in (
         ({"load": None}, f"--load {directory} to go on"),
         ({"load": other}, f"--load {directory} --pretrained-checkpoint {other} to go on"),
+        (
+            {"load": other, "finetune": True},
+            f"--load {directory} --pretrained-checkpoint {other} and drop --finetune to go on",
+        ),
+        (
+            {"finetune": True, "pretrained_checkpoint": other},
+            f"--load {directory} --pretrained-checkpoint {other} and drop --finetune to go on",
+        ),
+        ({"finetune": True}, f"--load {directory} and drop --finetune to go on"),
     ):
         with pytest.raises(ValueError, match="holds checkpoints, of iterations 2 to 4") as told:
             attach(settings(directory, save=str(directory), **changes))
@@ -268,6 +279,7 @@ def test_a_training_does_not_save_among_the_checkpoints_of_another(
     (tmp_path / "link").symlink_to(directory)
     for changes in ({"save": str(tmp_path / "link")}, {"load": other, "save": other}):
         attach(settings(directory, **changes))
+    attach(settings(directory, save=other, finetune=True))
     for changes in ({"skip_train": True}, {"ckpt_convert_format": "torch"}):
         attach(settings(directory, save=str(directory), **changes | {"load": other}))
     for folder in directory.glob("iter_*"):
@@ -275,6 +287,23 @@ def test_a_training_does_not_save_among_the_checkpoints_of_another(
         (folder / ".metadata").unlink()
     what_is_missing.cache_clear()
     attach(settings(directory, save=str(directory), load=None))  # nothing can be lost
+
+
+def test_a_rank_looks_for_its_own_file_once_it_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--use-checkpoint-args asks before: any rank's file will do."""
+    theirs = tmp_path / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt"
+    theirs.parent.mkdir(parents=True)
+    torch.save({}, theirs)
+    (tmp_path / TRACKER).write_text("4")
+    read = reader(tmp_path, name="torch")
+    assert read(str(tmp_path / TRACKER)) == (4, False)
+    own = tmp_path / "iter_0000004" / "mp_rank_01" / "model_optim_rng.pt"
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(checkpointing, "get_checkpoint_name", lambda *_: str(own))
+    with pytest.raises(NoCompleteCheckpointError, match=r"mp_rank_01/model_optim_rng.pt does not"):
+        read(str(tmp_path / TRACKER))
 
 
 @pytest.mark.parametrize("name", slow_if({"torch"}, FORMATS))
