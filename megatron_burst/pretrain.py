@@ -27,7 +27,9 @@ def _train() -> None:
 
     from megatron_burst.plugin import attach, pretraining
 
-    args = arguments.parse_and_validate_args()
+    # As upstream's scripts have it: --vocab-file and --merge-file alone name a tokenizer.
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"}
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
     if reason := pretraining.refusal(args):
         sys.exit(f"megatron_burst: {reason}")
     pretraining.hold_checkpoints(args)

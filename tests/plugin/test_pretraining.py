@@ -3,6 +3,7 @@
 tests/training trains with it.
 """
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_burst import pretrain
 from megatron_burst.transport import lock
 
 pretraining = pytest.importorskip("megatron_burst.plugin.pretraining")
@@ -96,6 +98,21 @@ def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: s
     off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
     said = pretraining.refusal(SimpleNamespace(**off | changes))
     assert said is None if named is None else named in said
+
+
+def test_the_default_tokenizer_is_that_of_upstreams_scripts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, Any] = {}
+
+    def parse(**options: Any) -> None:
+        given.update(options)
+        sys.exit()
+
+    monkeypatch.setattr("megatron.training.arguments.parse_and_validate_args", parse)
+    with pytest.raises(SystemExit):
+        pretrain._train()
+    assert given == {"args_defaults": {"tokenizer_type": "GPT2BPETokenizer"}}
 
 
 def test_a_second_job_does_not_save_where_a_first_one_does(
