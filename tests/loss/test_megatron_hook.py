@@ -32,6 +32,7 @@ from megatron_burst.loss.products import LogitsGradient, OwnSum  # noqa: E402
 from megatron_burst.plugin.hooks import lm_head  # noqa: E402
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead, UnmadeLogits, log_probs  # noqa: E402
 from megatron_burst.plugin.hooks.main_grad import MainGradSum, fused_kernel, weight_sum  # noqa: E402
+from megatron_burst.plugin.hooks.mtp import MtpLosses  # noqa: E402
 from tests.loss.bare_models import HEADS, KINDS, bare  # noqa: E402
 from tests.loss.test_memory import LIMIT_MB, MIB, K, peak_bytes  # noqa: E402
 from tests.tier import slow_if  # noqa: E402
@@ -149,6 +150,18 @@ def test_log_probabilities_and_entropies_of_given_tokens(
     for of_plain, of_chunked in zip(*found, strict=True):
         torch.testing.assert_close(of_chunked, of_plain)
     assert run(chunked).shape == LABELS.shape, "calls after it are as before"
+
+
+def test_log_probabilities_beside_the_losses_of_mtp_over_ranks(logged: Any) -> None:
+    """MtpLosses, behind the chunked loss, stands in for a model's loss, too."""
+    made, call = model(mtp=True), dict.fromkeys(("input_ids", "position_ids", "attention_mask"))
+    expected = run(in_chunks(model()))
+    made.pg_collection.cp = SimpleNamespace(size=lambda: 2)
+    MtpLosses()(ChunkedHead(CONFIG)([made]))
+    made.pg_collection.cp = None  # no rank is there to roll tokens with
+    with torch.no_grad():
+        actual = log_probs(made, LABELS, **call)
+    torch.testing.assert_close(-actual[..., 0], expected)
 
 
 def test_log_probabilities_are_refused() -> None:

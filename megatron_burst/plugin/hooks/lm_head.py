@@ -124,9 +124,10 @@ def log_probs(model: torch.nn.Module, tokens: Tensor, temperature: float = 1.0, 
     if not 0.0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     inner = next(module for module in model.modules() if isinstance(module, LanguageModel))
-    head = getattr(inner.compute_language_model_loss, "__self__", None)
     if not inner.post_process:
         return model(**call)
+    # Not by the loss, for which MtpLosses stands in, too.
+    head = getattr(inner.output_layer.forward, "__self__", None)
     if not isinstance(head, ChunkedLoss):
         raise ValueError("log_probs needs the chunked loss: pass --lm-head-loss chunked")
     with head.at_temperature(temperature):
