@@ -28,7 +28,7 @@ from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
-from megatron_burst.plugin.hooks.host_room import HostRoom, optimizer_share
+from megatron_burst.plugin.hooks.host_room import HostRoom, optimizer_share, scheduled_batches
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead
 from megatron_burst.plugin.hooks.mlp import ChunkedMlps
 from megatron_burst.plugin.hooks.mtp import MtpLosses, name_mtp_layers
@@ -230,7 +230,8 @@ def _hooks(
             yield RecomputeHooks(shared.checkpoints)
         if shared.layer_config.recompute_offload:
             assert settings.tokens is not None
-            yield HostRoom(settings.tokens, shared.config.recompute_fraction, optimizer_share(args))
+            of_node = optimizer_share(args), scheduled_batches(args)
+            yield HostRoom(settings.tokens, shared.config.recompute_fraction, *of_node)
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers

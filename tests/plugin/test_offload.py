@@ -157,39 +157,50 @@ def test_an_input_comes_back_while_the_layer_behind_it_runs(
     assert seen == (LAYERS - 1) * ["fetch", "layer"] + ["layer"]
 
 
-def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model(layers: int, **settings: Any) -> Any:
-        config = TransformerConfig(
-            num_layers=32,
-            hidden_size=4096,
-            num_attention_heads=32,
-            params_dtype=torch.bfloat16,
-            bf16=True,
-            recompute_granularity="full",
-            recompute_num_layers=1,
-            recompute_method="uniform",
-            **settings,
-        )
-        made = GPTModel.__new__(GPTModel)
-        torch.nn.Module.__init__(made)
-        made.config, made.decoder = config, SimpleNamespace(layers=[None] * layers)
-        return made
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
+
+def of_layers(layers: int, **settings: Any) -> Any:
+    config = TransformerConfig(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        **FULL | settings,
+    )
+    made = GPTModel.__new__(GPTModel)
+    torch.nn.Module.__init__(made)
+    made.config, made.decoder = config, SimpleNamespace(layers=[None] * layers)
+    return made
+
+
+def attention() -> torch.nn.Module:
+    made = BurstCoreAttention.__new__(BurstCoreAttention)
+    torch.nn.Module.__init__(made)
+    return made
+
+
+def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(host_room, "get_num_microbatches", lambda: 1)
     for gib, fits in ((255, False), (257, True)):  # 8 ranks · 32 layers · 1 GiB
         monkeypatch.setattr(host_room, "available_bytes", lambda gib=gib: gib * 2**30)
         with nullcontext() if fits else pytest.raises(ValueError, match="8 ranks on this node 256"):
-            host_room.HostRoom(131072, None)([model(32)])
+            host_room.HostRoom(131072, None)([of_layers(32)])
     room = host_room.HostRoom(131072, None)
-    first, second = model(16), model(16)  # virtual stages, that come one by one
+    first, second = of_layers(16), of_layers(16)  # virtual stages, that come one by one
     first.vp_stage, second.vp_stage = 0, 1
     monkeypatch.setattr(host_room, "available_bytes", lambda: 255 * 2**30)
     for _ in range(2):  # as often as a model is built
         room([first])
         with pytest.raises(ValueError, match="8 ranks on this node 256"):
             room([second])
-    weights = model(1)
+    weights = of_layers(1)
     weights.dense = torch.nn.Parameter(torch.empty(2**30, device="meta"))
     weights.expert = torch.nn.Parameter(torch.empty(2**28, device="meta"))
     weights.expert.allreduce = False
@@ -207,17 +218,35 @@ def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"puts 2\.5 GiB .* node 20\.0 .*offload \(1\.5 GiB"):
         monkeypatch.setattr(host_room, "available_bytes", lambda: 19 * 2**30)
         host_room.HostRoom(131072, None, share)([weights])
-    assert host_room.offloaded(model(32), 131072, None) == {2**30: 32}
-    spread = model(32, tensor_model_parallel_size=2, sequence_parallel=True)
-    assert host_room.offloaded(spread, 131072, None) == {2**29: 32}
-    attention = BurstCoreAttention.__new__(BurstCoreAttention)
-    torch.nn.Module.__init__(attention)
-    spread.attention = attention
-    rows = 131072 // 4 * 16  # of a rank's heads
-    assert host_room.offloaded(spread, 131072, 0.75) == {2**29: 32, rows * 256: 1, rows * 4: 1}
     monkeypatch.setattr(host_room, "available_bytes", lambda: 0)
     with pytest.raises(ValueError, match=r"puts 8\.0 GiB"):  # of 4 inputs, for torch pins as much
-        host_room.HostRoom(131072 + 64, None)([model(4)])
+        host_room.HostRoom(131072 + 64, None)([of_layers(4)])
+    # Steps of 1 micro-batch, later of 6 over 8 stages, or of 64 that are not all at work at once.
+    monkeypatch.setattr(host_room, "get_current_global_batch_size", lambda: 2)
+    for schedule, gib in ((None, 4), ("0:2 1K:12,9K:4", 24), ("0:2, 1K:128", 32)):
+        batches = host_room.scheduled_batches(SimpleNamespace(step_batch_size_schedule=schedule))
+        staged = of_layers(4, pipeline_model_parallel_size=8, pipeline_dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=f"puts {gib}.0 GiB"):
+            host_room.HostRoom(131072, None, (0.0, 0.0), batches)([staged])
+
+
+def test_what_is_counted() -> None:
+    assert host_room.offloaded(of_layers(32), 131072, None) == {2**30: 32}
+    spread = of_layers(32, tensor_model_parallel_size=2, sequence_parallel=True)
+    assert host_room.offloaded(spread, 131072, None) == {2**29: 32}
+    wide = of_layers(32, fp32_residual_connection=True)
+    assert host_room.offloaded(wide, 131072, None) == {2**31: 32}
+    rows = 131072 // 4 * 16  # of a rank's heads
+    for recompute, inputs, calls in (
+        ({}, 32, 32),
+        ({"recompute_method": "block", "recompute_num_layers": 2}, 2, 2),
+        (dict.fromkeys(FULL) | {"recompute_granularity": "selective"}, 0, 33),
+    ):
+        spread = of_layers(32, tensor_model_parallel_size=2, sequence_parallel=True, **recompute)
+        spread.decoder.layers = [attention() for _ in range(32)]
+        spread.layers = torch.nn.ModuleList([*spread.decoder.layers, attention()])  # one of MTP's
+        expected = {2**29: inputs, rows * 256: calls, rows * 4: calls}
+        assert host_room.offloaded(spread, 131072, 0.75) == expected
 
 
 def test_an_evaluation_copies_nothing(copies: Counter[str]) -> None:

@@ -3,11 +3,16 @@
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import refuse
@@ -29,12 +34,18 @@ class HostRoom:
         tokens: of a micro-batch on this rank.
         fraction: of attention that is recomputed; None: all.
         hosted: the share of the optimizer that is there, of experts' weights and of others.
+        batches: those of a schedule of global batches, of which the largest counts.
     """
 
     def __init__(
-        self, tokens: int, fraction: float | None, hosted: tuple[float, float] = (0.0, 0.0)
+        self,
+        tokens: int,
+        fraction: float | None,
+        hosted: tuple[float, float] = (0.0, 0.0),
+        batches: Sequence[int] = (),
     ) -> None:
         self._tokens, self._fraction, self._hosted = tokens, fraction, hosted
+        self._batches = batches
         self._stages: list[Any] = []
 
     def __call__(self, models: list[Any]) -> list[Any]:
@@ -66,10 +77,20 @@ class HostRoom:
         config, virtual = self._stages[0].config, len(self._stages)
         waiting = config.pipeline_model_parallel_size
         waiting *= 1 + 1 / virtual if virtual > 1 else 1  # interleaved: a longer warm-up
-        at_once, tensors = min(waiting, get_num_microbatches()), Counter[int]()
+        at_once, tensors = min(waiting, self._micro_batches()), Counter[int]()
         for stage in self._stages:
             tensors.update(offloaded(stage, self._tokens, self._fraction))
         return sum(pinned_bytes(size, math.ceil(n * at_once)) for size, n in tensors.items())
+
+    def _micro_batches(self) -> int:
+        now = get_num_microbatches()  # of the first step
+        return now * max(self._batches) // get_current_global_batch_size() if self._batches else now
+
+
+def scheduled_batches(args: Any) -> list[int]:
+    """Return the global batches of --step-batch-size-schedule "FROM:BATCH FROM:BATCH ..."."""
+    steps = (args.step_batch_size_schedule or "").replace(",", " ").split()
+    return [int(step.split(":")[1]) for step in steps]
 
 
 def optimizer_share(args: Any) -> tuple[float, float]:
@@ -100,15 +121,26 @@ def offloaded(model: Any, tokens: int, fraction: float | None) -> Counter[int]:
     config: TransformerConfig = model.config
     tensor, element = config.tensor_model_parallel_size, config.params_dtype.itemsize
     spread = tensor if config.sequence_parallel or config.distribute_saved_activations else 1
-    inputs = tokens * config.hidden_size * element // spread
+    wide = 4 if config.fp32_residual_connection else element  # of what is between layers
+    inputs = tokens * config.hidden_size * wide // spread
     heads, head = config.num_attention_heads / tensor, config.kv_channels or 0
     if config.multi_latent_attention:
         head = config.v_head_dim
-    calls = sum(isinstance(module, BurstCoreAttention) for module in model.modules())
     kept = 0.0 if fraction is None else (1 - fraction) * tokens * heads
     sizes = Counter({inputs: _checkpoints(config, len(model.decoder.layers))})
-    sizes.update({round(kept * size): calls for size in (head * element, 4) if kept})
+    if kept:
+        sizes.update(dict.fromkeys((round(kept * head * element), round(kept * 4)), _calls(model)))
     return sizes
+
+
+def _calls(model: Any) -> int:
+    """Count the attention that is recomputed and keeps rows: no layer of MTP's does as a whole."""
+    config, layers = model.config, model.decoder.layers
+    parts = [model] if config.recompute_granularity != "full" else layers
+    if config.recompute_method == "block":
+        parts = islice(layers, config.recompute_num_layers)
+    each = (module for part in parts for module in part.modules())
+    return sum(isinstance(module, BurstCoreAttention) for module in each)
 
 
 def _checkpoints(config: TransformerConfig, layers: int) -> int:
