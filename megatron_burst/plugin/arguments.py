@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_burst.config import Algorithm, BurstConfig, Refused, Topology, refuse
+from megatron_burst.config import Algorithm, BurstConfig, Refused, Topology, positive, refuse
 from megatron_burst.kernels import check_kernel_name
 from megatron_burst.plans.choice.head_chunks import check_head_chunks
 from megatron_burst.plans.choice.head_parallel import kv_head_copies
@@ -125,6 +125,9 @@ def configure(args: argparse.Namespace) -> Settings:
     Raises:
         ValueError: something cannot work, all of it, with the numbers and the flags to change.
     """
+    names = ("tensor-model", "pipeline-model", "context")
+    sizes = zip(names, parallel_sizes(args), strict=True)
+    refuse(*positive({f"--{name}-parallel-size": size for name, size in sizes}))  # else we divide
     set_default_dropouts(args)
     refused = Refused()
     settings = read_settings(args, refused)

@@ -85,6 +85,7 @@ LIMITS = with_remedies(
         "drop --inprocess-restart"
     ),
     fake_process_group="a ring waits for ranks that are not there",
+    perform_rl_step="our attention generates no tokens",
 )
 
 # Of our attention, arguments that dev alone has, Megatron's branch of what will come. Dynamic
@@ -131,6 +132,7 @@ LM_HEAD_LIMITS = with_remedies(
         "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)"
     ),
     cross_entropy_loss_fusion="it chooses among Megatron's own losses",
+    fp16_lm_cross_entropy="it chooses among Megatron's own losses",
     defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
     cuda_graph_impl=(
         "it was not shown to be right in a graph of a whole iteration: drop --cuda-graph-impl "
@@ -139,10 +141,7 @@ LM_HEAD_LIMITS = with_remedies(
     batch_invariant_mode="chunks are other shapes than Megatron's",
     save_activations_interval="it needs logits, which never exist",
     save_dgrads_interval="the output layer hands on no tensor whose gradient could be saved",
-    perform_rl_step=(
-        "its losses are made of logits, outside the model: take --lm-head-loss megatron with "
-        "--perform-rl-step"
-    ),
+    perform_rl_step="it needs logits: take --lm-head-loss megatron with --perform-rl-step",
 )
 
 # Of MLPs in chunks.

@@ -12,6 +12,7 @@ from megatron_burst.config import (
     LmHeadLoss,
     Mla,
     Refused,
+    positive,
     refuse,
 )
 from megatron_burst.plugin.flags import attention_flags, flags
@@ -97,6 +98,8 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     """
     values = _values(args, BurstConfig)
     if values["algorithm"] != MEGATRON:
+        minutes = {"--distributed-timeout-minutes": args.distributed_timeout_minutes}
+        refuse(*positive(minutes))
         config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
         return _with_heads_at_home(args, _with_sendable_latents(args, config))
     given = {**values, **_values(args, LayerConfig)}

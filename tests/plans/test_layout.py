@@ -47,6 +47,10 @@ def test_as_many_segments_as_leave_a_chunk_512_rows(local: int, count: int) -> N
         make_layout(SEGMENTED, 4 * 8 + 4, 4)
 
 
+def test_a_rank_alone_holds_any_number() -> None:
+    assert zigzag(33, 1) == segmented_zigzag([20, 13], 1) == Layout(((range(33),),))
+
+
 def test_segmented_zigzag_is_a_zigzag_of_each_segment() -> None:
     layout = segmented_zigzag([8, 4], 2)
     assert [layout.positions(rank).tolist() for rank in range(2)] == [
@@ -103,7 +107,7 @@ def test_shards_are_the_rows_at_the_positions_and_join_to_the_whole(
     ("make", "tokens", "ranks", "message"),
     [
         (zigzag, 12, 4, r"2 x 4 ranks = 8, got 12 tokens; change --seq-length or --context-paral"),
-        (zigzag, 7, 1, r"2 x 1 ranks = 2, got 7 tokens"),
+        (zigzag, 7, 2, r"2 x 2 ranks = 4, got 7 tokens"),
         (zigzag, 0, 2, r"got 0 tokens"),
         (contiguous, 7, 2, r"7 tokens divisible by 2 ranks"),
         (contiguous, 0, 2, r"0 tokens divisible by 2 ranks"),

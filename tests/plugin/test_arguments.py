@@ -210,6 +210,7 @@ def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
         BURST + "--window-size=-1,-1",
         BURST + DOCUMENTS,
         f"{BURST} {SEGMENTED} --context-parallel-size 4",
+        f"{BURST} {SEGMENTED} --seq-length 33",  # a rank alone holds any number
         *(f"{BURST} {MTP} {DOCUMENTS} {layout}" for layout in ("", SEGMENTED)),
         f"{BURST} {MTP} {DOCUMENTS} --burst-layout balanced",
         GDN + "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -243,6 +244,15 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
         (
             BURST + "--profile --use-pytorch-profiler --profile-step-end 4 --train-iters 3",
             "--profile-step-end 4 is beyond --train-iters 3: a profiler that is not stopped",
+        ),
+        *(
+            (f"{ours} --{name}-parallel-size 0", f"--{name}-parallel-size must be positive and")
+            for ours in (BURST + "--num-attention-heads 4", CHUNKED)
+            for name in ("context", "tensor-model", "pipeline-model")
+        ),
+        (
+            BURST + "--distributed-timeout-minutes 0",
+            "--distributed-timeout-minutes must be positive and finite, got 0",
         ),
         (BURST + "--burst-backward best", "--burst-backward best is unknown; .*: auto, query, kv"),
         (
@@ -561,6 +571,7 @@ REFUSED: dict[str, str | dict[str, Any]] = {
     "flash_attention_version": "--flash-attention-version 3",
     "inprocess_restart": "--inprocess-restart",
     "fake_process_group": "--fake-process-group",
+    "perform_rl_step": "--perform-rl-step",
 }
 LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "logits_save_dir": "--logits-save-dir here",
@@ -569,6 +580,7 @@ LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "config_logger_dir": "--config-logger-dir here",
     "modelopt_enabled": {"modelopt_enabled": True},
     "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
+    "fp16_lm_cross_entropy": "--fp16-lm-cross-entropy",
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
     "cuda_graph_impl": "--cuda-graph-impl full_iteration",
     "batch_invariant_mode": "--batch-invariant-mode",

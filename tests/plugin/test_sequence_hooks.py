@@ -377,6 +377,7 @@ def _cut(team: Team) -> None:
         starts = None if bounds is None else torch.tensor([bounds])
         given = {"tokens": whole, "labels": whole + 1, "loss_mask": None, "cu_seqlens": starts}
         batch = cut(given, is_hybrid_cp=False, use_per_sequence_balancing=True)
+        assert given["tokens"] is whole, "it may come again"
         said = None if bounds is None else packed(*bounds)
         layout = zigzag(32, 2) if bounds is None else hooks._read(said, context).layout
         mine = layout.shard(whole, context.rank, 1)

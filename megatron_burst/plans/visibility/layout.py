@@ -95,7 +95,7 @@ def segmented_zigzag(segments: Sequence[int], ranks: int) -> Layout:
     """Cut the sequence into segments of these lengths, each of them in zigzag by itself.
 
     Every rank has an equal share of each segment, and under a causal mask of its work; ValueError
-    for a segment that does not divide into 2P chunks.
+    for a segment that does not divide into 2P chunks, but for one rank.
     """
     _check_chunks(segments, ranks)
     return Layout(tuple(zigzag_of_each(segments, ranks).shards))
@@ -141,7 +141,7 @@ def zigzag_of_each(lengths: Sequence[int], ranks: int) -> Layout:
 def _check_chunks(segments: Sequence[int], ranks: int) -> None:
     chunks = 2 * ranks
     for length in segments:
-        if length <= 0 or length % chunks:
+        if length <= 0 or (ranks > 1 and length % chunks):
             what = "a sequence" if len(segments) == 1 else f"{len(segments)} segments, each"
             raise ValueError(
                 f"zigzag needs {what} divisible by 2 x {ranks} ranks = {chunks}, got {length} "

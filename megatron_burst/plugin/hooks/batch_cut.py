@@ -46,6 +46,7 @@ class BatchCut:
         layout = self._layout_of(batch, next(iter(whole.values())).shape[1])
         if layout is None:
             return self.original(batch, *given, **options)
+        batch = dict(batch)  # Megatron's rerun machine hands out the one it keeps: not twice
         for name, x in whole.items():
             batch[name] = x.index_select(1, self._positions(x.device, layout))
             self._cut[batch[name].untyped_storage()] = layout

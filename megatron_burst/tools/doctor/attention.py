@@ -10,6 +10,7 @@ from megatron_burst.kernels import KERNELS, Request, select_kernel
 from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.mask import Mask
+from megatron_burst.plugin.arguments import parallel_sizes
 from megatron_burst.tools.doctor.launch_line import Target
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.flags import flags_of, heads_of, window_of
@@ -19,6 +20,8 @@ def request_of(parsed: Parsed, target: Target) -> Request | None:
     """Return what a kernel is asked; None under Megatron's own attention, or without a model."""
     args, config = parsed.args, parsed.config
     if args is None or config is None or not args.num_attention_heads:
+        return None
+    if min(parallel_sizes(args)) < 1:  # which was refused
         return None
     heads = heads_of(flags_of(vars(args)))
     if not heads.size:

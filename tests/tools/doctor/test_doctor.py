@@ -98,6 +98,7 @@ def test_a_model_that_a_checkpoint_describes(
         ("--no-such-flag 3", "validation", "unrecognized arguments: --no-such-flag 3"),
         ("--seq-length 100", "validation", "divisible by 2 x 16 ranks = 32, got 100 tokens"),
         ("--context-parallel-size 3", "validation", "2 x 3 ranks = 6, got 128"),
+        ("--context-parallel-size 0", "validation", "size must be positive and finite, got 0"),
         (
             "--tensor-model-parallel-size 3",
             "validation",
