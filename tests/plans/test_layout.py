@@ -114,7 +114,6 @@ def test_shards_are_the_rows_at_the_positions_and_join_to_the_whole(
         (striped, 7, 2, r"striped needs 7 tokens divisible by 2 ranks"),
         (MAKERS["segmented zigzag"], 8, 4, r"2 segments, each divisible by 2 x 4 ranks = 8, got 4"),
         (partial(make_layout, SEGMENTED), 9, 2, r"2 x 2 ranks = 4, got 9 tokens"),
-        (partial(make_layout, SEGMENTED), 0, 1, r"0 tokens divisible by 1 ranks"),
     ],
 )
 def test_a_sequence_that_does_not_divide_is_refused_with_its_numbers(

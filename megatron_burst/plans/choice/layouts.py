@@ -14,8 +14,6 @@ _CHUNK_ROWS = 512  # at least, of each of more than two segments; four of a kern
 
 def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
     """Return which tokens each rank holds; ValueError if they do not divide over the ranks."""
-    if ranks == 1:
-        return contiguous(tokens, 1)
     if config.layout is LayoutName.SEGMENTED_ZIGZAG and config.cuts_for_recompute:
         chunks, fraction = 2 * ranks, config.recompute_fraction or 0.0
         early = round(fraction * tokens / chunks) * chunks
