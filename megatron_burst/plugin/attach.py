@@ -135,8 +135,6 @@ def _with_burst_spec(config_from_args: Callable[..., Any], batches: _Batches) ->
         if args.spec is not None and spec is None:
             # Megatron would go on with its default spec.
             raise ValueError(f"--spec {' '.join(args.spec)} cannot be imported: correct or drop it")
-        if is_hybrid and args.qk_layernorm:
-            logger.warning("--qk-layernorm has no effect: Megatron's hybrid stack has no such norm")
         shared, hooks = _parts(args, batches)
         ours = stack_spec(spec, shared) if is_hybrid else LayerSpecProvider(spec, shared)
         setattr(model_config, field, ours)

@@ -17,7 +17,9 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -95,6 +97,32 @@ def block_spec(
     return with_sequence_parallel_norm(spec)
 
 
+def _with_qk_norms(submodules: Any, config: Any, *names: str) -> Any:
+    """Return the submodules of an attention with norms that --qk-layernorm asks for."""
+    if not config.qk_layernorm or config.qk_l2_norm:
+        return submodules
+    return dataclasses.replace(submodules, **dict.fromkeys(names, SequenceParallelNorm))
+
+
+class LocalSelfAttention(SelfAttention):
+    """Megatron's, which takes TransformerEngine's norms for --qk-layernorm unless a spec has some.
+
+    A spec may have them with --qk-layernorm alone, so the class that it names puts them in.
+    """
+
+    def __init__(self, config: Any, submodules: Any, *given: Any, **named: Any) -> None:
+        submodules = _with_qk_norms(submodules, config, "q_layernorm", "k_layernorm")
+        super().__init__(config, submodules, *given, **named)
+
+
+class LocalMLASelfAttention(MLASelfAttention):
+    """The same of multi-latent attention; its queries may have no latents to normalise."""
+
+    def __init__(self, config: Any, submodules: Any, *given: Any, **named: Any) -> None:
+        names = ["kv_layernorm", *["q_layernorm"] * (config.q_lora_rank is not None)]
+        super().__init__(config, _with_qk_norms(submodules, config, *names), *given, **named)
+
+
 class LocalHybridStack(HybridStack):
     """Megatron's `HybridStack`, whose norm behind the last layer is TransformerEngine's alone."""
 
@@ -124,7 +152,14 @@ _LOCAL = (  # no mapping: without TransformerEngine its names are mocks
     (te.TERowParallelLinear, RowParallelLinear),
     (te.TEDotProductAttention, DotProductAttention),
     (te.TENorm, SequenceParallelNorm),
+    (SelfAttention, LocalSelfAttention),
+    (MLASelfAttention, LocalMLASelfAttention),
 )
+# With --qk-layernorm TransformerEngine keeps the norms of latents in the linear layers behind.
+_LATENT_NORMS = {
+    f"self_attention.{kind}_layernorm.": f"self_attention.linear_{kind}_up_proj.layer_norm_"
+    for kind in ("q", "kv")
+}
 
 
 def local_stack_spec() -> ModuleSpec:
@@ -137,6 +172,8 @@ def local_stack_spec() -> ModuleSpec:
         if name == "moe_layer":
             mlp = get_moe_module_spec(use_te=False, num_experts=1)  # any number but None
             value = _with_submodules(value, mlp=mlp)
+        if name == "mla_layer":
+            value = _with_submodules(value, sharded_state_dict_keys_map=_LATENT_NORMS)
         if name in _FUSED_NORMS:
             norm, linear = _FUSED_NORMS[name]
             names = {f"{norm}.": f"{linear}.layer_norm_"}

@@ -202,11 +202,10 @@ def hybrid_form(flags: Flags) -> dict[str, Any]:
     """Return the flags of a GPTModel as those of the same HybridModel.
 
     Attention, `*`, and the MLP, `-`, or experts, `E`, are layers of their own there; recompute
-    counts both. With --qk-layernorm, which Megatron's hybrid stack ignores, latents or MTP's heads
-    it stays a GPTModel.
+    counts both. With latents or MTP's heads it stays a GPTModel.
     """
     given = dict(flags)
-    if any(map(given.get, ("qk-layernorm", "multi-latent-attention", "mtp-num-layers"))):
+    if any(map(given.get, ("multi-latent-attention", "mtp-num-layers"))):
         return given
     if "recompute-num-layers" in given:
         given["recompute-num-layers"] = 2 * whole(given, "recompute-num-layers")

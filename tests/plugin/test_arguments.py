@@ -809,17 +809,6 @@ def test_a_script_that_leaves_documents_out_is_told_so(
     model.train()(packed_seq_params=object())
 
 
-def test_a_norm_that_a_hybrid_stack_lacks_is_said(
-    parser: argparse.ArgumentParser, caplog: pytest.LogCaptureFixture
-) -> None:
-    args = parse(parser, BURST + "--qk-layernorm --hybrid-layer-pattern *-")
-    configure(args)
-    for field, said in (("transformer_layer_spec", False), ("hybrid_stack_spec", True)):
-        config = SimpleNamespace(**{field: None}, pre_wrap_hooks=[])
-        attach._with_burst_spec(lambda _, config=config: config, BATCHES)(args)
-        assert ("--qk-layernorm has no effect" in caplog.text) == said
-
-
 def test_all_reasons_come_at_once(parser: argparse.ArgumentParser) -> None:
     text = refusal(
         parser, BURST + "--reset-attention-mask --log-max-attention-logit --attention-backend local"

@@ -3,6 +3,7 @@
 tests/training trains with them.
 """
 
+import contextlib
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +23,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.hybrid.hybrid_block import HybridStack  # noqa: E402
+from megatron.core.transformer.attention import Attention  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.plugin import attach  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
-from megatron_burst.plugin.attention.latent_layers import LatentSelfAttention  # noqa: E402
+from megatron_burst.plugin.attention.latent_layers import (  # noqa: E402
+    LatentLocalSelfAttention,
+    LatentSelfAttention,
+)
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import name_mtp_layers  # noqa: E402
 from megatron_burst.plugin.layer_spec import (  # noqa: E402
@@ -61,7 +66,7 @@ def test_attention_and_mla_of_a_stack_are_replaced_and_nothing_else(stack: str) 
     }
     place = ".submodules.{}.submodules.self_attention.{}"
     latents = changed.pop(place.format("mla_layer", "module"))
-    assert latents is LatentSelfAttention
+    assert latents is {"local": LatentLocalSelfAttention}.get(stack, LatentSelfAttention)
     for layer, name in (("mamba_layer", "mixer"), ("gdn_layer", "self_attention")):
         own = changed.pop(f".submodules.{layer}.submodules.{name}.module")
         assert own in (MambaOverRanks, DeltaNetOverRanks)
@@ -109,6 +114,35 @@ def test_norms_are_saved_under_the_names_of_transformer_engines_stack(layer: str
     linear = getattr(getattr(TES.submodules, layer).submodules, fused[0])
     linear = linear.keywords["submodules"] if fused[0] == "mlp" else linear.submodules
     assert getattr(linear, fused[1]) is te.TELayerNormColumnParallelLinear
+
+
+@pytest.mark.parametrize(
+    ("layer", "more", "expected"),
+    [
+        ("attention_layer", {}, {"q_layernorm", "k_layernorm"}),
+        ("mla_layer", {"q_lora_rank": 8}, {"q_layernorm", "kv_layernorm"}),
+        ("mla_layer", {"q_lora_rank": None}, {"kv_layernorm"}),
+    ],
+)
+def test_the_local_stack_has_the_norms_of_queries_and_keys(
+    monkeypatch: pytest.MonkeyPatch, layer: str, more: dict[str, Any], expected: set[str]
+) -> None:
+    """Megatron itself takes TransformerEngine's alone."""
+    monkeypatch.setattr(Attention, "__init__", lambda self, **given: seen.update(given))
+    seen: dict[str, Any] = {}
+    layer_spec = getattr(local_stack_spec().submodules, layer).submodules
+    spec = layer_spec.self_attention
+    for asked in (False, True):
+        made = SimpleNamespace(qk_layernorm=asked, qk_l2_norm=False, **more)
+        with contextlib.suppress(AttributeError):  # once Attention is made, of nothing
+            build_module(spec, config=made, layer_number=1, pg_collection=GROUPS)
+        parts = vars(seen["submodules"])
+        norms = {name for name, part in parts.items() if part is SequenceParallelNorm}
+        assert norms == (expected if asked else set())
+    if layer == "mla_layer":
+        names = layer_spec.sharded_state_dict_keys_map
+        place = "self_attention.linear_kv_up_proj.layer_norm_"
+        assert names["self_attention.kv_layernorm."] == place
 
 
 GROUPS: Any = SimpleNamespace(pp=None, tp=None, cp=None)

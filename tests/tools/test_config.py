@@ -157,8 +157,10 @@ def test_a_run_is_a_hybrid_model_of_as_many_layers() -> None:
     changed = {"hybrid-layer-pattern": 32 * "*-", "recompute-num-layers": 2}
     assert hybrid == {n: v for n, v in given.items() if n != "num-layers"} | changed
     assert model_of(hybrid) == model_of(given)
-    normed = CONFIGS.run("qwen3_8b_1m_32gpu_h100").flags
-    assert flags_.hybrid_form(normed) == normed
+    latents = CONFIGS.run("deepseek_v2_lite_128k_64gpu_h100").flags
+    assert flags_.hybrid_form(latents) == latents
+    normed = flags_.hybrid_form(CONFIGS.run("qwen3_8b_1m_32gpu_h100").flags)
+    assert normed["qk-layernorm"] and normed["hybrid-layer-pattern"] == 36 * "*-"
 
 
 def test_the_command_names_models_clusters_and_runs(capsys: pytest.CaptureFixture[str]) -> None:

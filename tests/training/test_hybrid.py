@@ -83,14 +83,20 @@ CASES: dict[str, tuple[str, str, str, int, str]] = {
         *(DENSE, "", "*-*-|--"),
         *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
     ),
-    "TP 2 x CP 2, sequence parallel": (DENSE, "", "", 4, f"{CP2} {TP2} --sequence-parallel"),
+    "TP 2 x CP 2, sequence parallel, norms of queries and keys": (
+        *(DENSE, "--qk-layernorm", ""),
+        *(4, f"{CP2} {TP2} --sequence-parallel"),
+    ),
     "DP 2 x CP 2, distributed optimizer, overlap": (
         *(DENSE, "", ""),
         *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     ),
     "CP 4, query backward": (DENSE, "", "", 4, "--context-parallel-size 4 --burst-backward query"),
     "CP 2, MLA": ("+-+-", MLA, "", 2, CP2),
-    "CP 2, latents": ("+-+-", MLA, "", 2, f"{CP2} --burst-mla latent"),
+    "CP 2, latents": (
+        *("+-+-/+-", f"{MLA} --q-lora-rank 24 --qk-layernorm", ""),
+        *(2, f"{CP2} --burst-mla latent"),
+    ),
     "PP 2 x CP 2, latents": (
         *("+-+-", MLA, "+-|+-"),
         *(4, f"{CP2} --pipeline-model-parallel-size 2 --burst-mla latent"),

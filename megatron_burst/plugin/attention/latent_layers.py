@@ -27,6 +27,7 @@ from megatron_burst.config import Mla
 from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.limits import LATENT_LIMITS
+from megatron_burst.plugin.local_layers import LocalMLASelfAttention
 from megatron_burst.plugin.refusals import broken_limits, refuse_all
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,13 @@ class LatentFusedSelfAttention(LatentSelfAttention, FusedMLASelfAttention):
     """The same for --mla-down-proj-fusion."""
 
 
+class LatentLocalSelfAttention(LatentSelfAttention, LocalMLASelfAttention):
+    """The same where TransformerEngine is not installed."""
+
+
 WITH_LATENTS: Mapping[Any, type] = {
     MLASelfAttention: LatentSelfAttention,
+    LocalMLASelfAttention: LatentLocalSelfAttention,
     FusedMLASelfAttention: LatentFusedSelfAttention,
 }
 """What stands in a spec in the place of Megatron's own classes."""
