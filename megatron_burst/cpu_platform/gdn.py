@@ -23,6 +23,11 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def build_cp_context(**_: object) -> None:
+    """Refuse fla's way over ranks, which Megatron's dev imports with the rest."""
+    raise ValueError("fla passes states on a GPU alone: take --linear-cp-mode headwise")
+
+
 def chunk_gated_delta_rule(*tensors: Tensor, **options: Any) -> Any:
     """Megatron's own in torch, in float32, which it has for --deterministic-mode."""
     megatrons = importlib.import_module("megatron.core.ssm.gated_delta_net")  # it imports ours

@@ -194,6 +194,7 @@ PACKAGES: Mapping[str, Mapping[str, Any] | None] = {
     # Gated delta networks.
     "fla.modules.convolution": {"causal_conv1d": gdn.causal_conv1d},
     "fla.modules.l2norm": {"l2norm": gdn.l2norm},
+    "fla.ops.cp": {"build_cp_context": gdn.build_cp_context},
     "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": gdn.chunk_gated_delta_rule},
 }
 

@@ -61,6 +61,9 @@ def check_random_numbers() -> None:
 
 
 def check_recurrences() -> None:
+    from fla.ops.cp import build_cp_context  # as Megatron's dev does
+
+    assert build_cp_context is gdn.build_cp_context
     assert mamba_mixer.HAVE_MAMBA_SSM and common.HAVE_FLA
     assert mamba_mixer.causal_conv1d_fn is None
     assert issubclass(mamba_mixer.ExtendedRMSNorm, mamba.RMSNorm)

@@ -26,7 +26,9 @@ pytest.importorskip("megatron.training.models.gpt")
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
+from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
+from megatron_burst.plugin.hooks.sequence_hooks import _StageHooks  # noqa: E402
 from megatron_burst.plugin.scans.layer import OverRanks  # noqa: E402
 from tests.plugin.test_layer_spec import build  # noqa: E402
 
@@ -176,6 +178,12 @@ def _refused(team: Team) -> list[str]:
     for given in ({"cp_group": groups[2]}, {"local_cp_size": 1}):
         with pytest.raises(ValueError, match="layer 3 carries a state over the ranks of the"):
             layer.shard(8, batch.packed(**given), None)
+    stage: Any = torch.nn.Module()
+    stage.config = module.config
+    hooks = _StageHooks(stage, Layouts(module.context), contexts=shared.contexts)
+    hooks._layer_moves = mock.Mock()  # it would move rows over ranks that have none
+    with pytest.raises(ValueError, match="M and G layers carry a state over the ranks of the"):
+        hooks.before(stage, {"packed_seq_params": batch.packed(cp_group=groups[2])})
     assert layer.shard(8, batch.packed(cp_group=groups[OWN]), None) is None
     pg_collection.cp = groups[2]
     out = module(*batch.qkv, None, packed_seq_params=batch.packed(cp_group=groups[2]))

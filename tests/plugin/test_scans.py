@@ -27,8 +27,8 @@ from megatron_burst.plugin.scans import mixers  # noqa: E402
 from megatron_burst.plugin.scans.bytes_sent import ScanShape, shapes_of  # noqa: E402
 from megatron_burst.plugin.scans.choice import sent_by_args, states_are_passed  # noqa: E402
 from megatron_burst.plugin.scans.hand_over import tokens_before  # noqa: E402
-from megatron_burst.plugin.scans.layer import OverRanks  # noqa: E402
-from megatron_burst.plugin.scans.mixers import DeltaNetOverRanks  # noqa: E402
+from megatron_burst.plugin.scans.layer import OverRanks, layer_apart  # noqa: E402
+from megatron_burst.plugin.scans.mixers import DeltaNetOverRanks, MambaOverRanks  # noqa: E402
 from megatron_burst.plugin.scans.packages import fla_rule, mamba_scan  # noqa: E402
 from megatron_burst.plugin.scans.rank_scan import (  # noqa: E402
     Scanned,
@@ -99,22 +99,21 @@ def begin_anew(seq_idx: Tensor) -> list[int]:
     return [0, *changes.tolist(), seq_idx.shape[1]]
 
 
+def mamba_ssm(x, dt, a, b, c, chunk, *, seq_idx, return_final_states, state_dtype=None):
+    """The package's kernel, by what its documentation says."""
+    assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and return_final_states
+    cuts = begin_anew(seq_idx)
+    parts = (
+        [each[:, i:j] for each in (c, b, dt.unsqueeze(-1) * x, dt * a)] for i, j in pairwise(cuts)
+    )
+    found = [decaying_memory(*part, chunk=chunk) for part in parts]
+    return torch.cat([out for out, _ in found], 1), found[-1][1].mT.to(state_dtype)
+
+
 def by_mamba_ssm(tensors: Given, shard: Shard) -> Scanned:
-    """Our call of the package, which is stood in for by what its documentation says."""
-
-    def kernel(x, dt, a, b, c, chunk, *, seq_idx, return_final_states):
-        assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and return_final_states
-        cuts = begin_anew(seq_idx)
-        parts = (
-            [each[:, i:j] for each in (c, b, dt.unsqueeze(-1) * x, dt * a)]
-            for i, j in pairwise(cuts)
-        )
-        found = [decaying_memory(*part, chunk=chunk) for part in parts]
-        return torch.cat([out for out, _ in found], 1), found[-1][1].mT
-
     q, k, v, decay, *_ = tensors
     ones = torch.ones(HEADS).double()  # as if dt were -decay, A -1 and x the values over dt
-    return mamba_scan(kernel, 16, [v / -decay.unsqueeze(-1), -decay, -ones, k, q], shard)
+    return mamba_scan(mamba_ssm, 16, [v / -decay.unsqueeze(-1), -decay, -ones, k, q], shard)
 
 
 def by_fla(tensors: Given, shard: Shard) -> Scanned:
@@ -360,6 +359,58 @@ def test_megatrons_layer_is_made_for_one_rank_where_states_are_passed() -> None:
     for layout, ranks in (("zigzag", 2), ("contiguous", 1)):
         made: Any = Ours(shared=SharedState(BurstConfig(layout=layout)), pg_collection=groups)
         assert made.ranks == ranks and made.pg_collection is groups
+
+
+def test_layers_that_would_read_rows_of_another_layout_are_named() -> None:
+    class Ours(OverRanks, torch.nn.Module):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    def stack(*mixers: torch.nn.Module) -> Any:
+        layers = [torch.nn.Module() for _ in mixers]
+        for number, (layer, mixer) in enumerate(zip(layers, mixers, strict=True), start=2):
+            layer.layer_number, layer.mixer = number, mixer
+        return SimpleNamespace(layers=layers)
+
+    own = torch.nn.Linear(1, 1)
+    main, depth = (stack(Ours(), own, Ours()), "-M*G"), (stack(own), "-M")
+    for move in (False, True):
+        assert layer_apart([main], rows_move=move) == ""
+        said = layer_apart([main, depth], rows_move=move)
+        assert "layer 2, M, is a Linear: states" in said and "--burst-layout zigzag" in said
+    misplaced = stack(Ours()), "M*"
+    assert layer_apart([misplaced], rows_move=False) == "", "it knows documents anywhere"
+    assert "layer 2, *, is a Ours: states" in layer_apart([misplaced], rows_move=True)
+
+
+def test_the_parts_of_a_projection_are_ours_to_know() -> None:
+    """Megatron's dev has no feat_dim_split."""
+    layer: Any = SimpleNamespace(qk_dim_local_tp=6, v_dim_local_tp=4, num_v_heads_local_tp=2)
+    parts = DeltaNetOverRanks._parts(layer, torch.randn(1, 3, 24))
+    assert [part.shape[-1] for part in parts] == [16, 4, 2, 2]
+
+
+class OnAGpu(Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("has", [False, True])
+def test_a_kernel_keeps_states_in_the_dtype_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    kernel = mock.Mock(side_effect=mamba_ssm)
+    monkeypatch.setattr(mixers.mamba_mixer, "mamba_chunk_scan_combined", kernel, raising=False)
+    monkeypatch.setattr(mixers.mamba_mixer, "MAMBA_HAS_STATE_DTYPE", has)
+    layer: Any = SimpleNamespace(dt_bias=torch.zeros(2), A_log=torch.zeros(2), chunk_size=4)
+    layer.mamba_training_ssm_states_dtype, layer.log_bytes = torch.bfloat16, mock.Mock()
+    x, dt, b, c = (torch.randn(1, 8, *size) for size in [(2, 3), (2,), (1, 5), (1, 5)])
+    shard = Shard((0, 8), 8)
+    expected = MambaOverRanks._scan(layer, x, dt, b, c, shard)
+    found = MambaOverRanks._scan(layer, x.as_subclass(OnAGpu), dt, b, c, shard)
+    assert kernel.call_args.kwargs.get("state_dtype") == (torch.bfloat16 if has else None)
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == torch.float32, "what ranks pass"
+        torch.testing.assert_close(got.as_subclass(Tensor), wanted, rtol=0.01, atol=0.01)
 
 
 def test_a_norm_is_recomputed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,6 +360,23 @@ def test_other_models_are_refused() -> None:
         SequenceHooks(None)([Stage()])
 
 
+def test_a_mixer_that_passes_no_states_is_refused_where_it_would_have_to() -> None:
+    config, whole = BurstConfig(layout="contiguous"), torch.arange(8)[None]
+    layer = torch.nn.Module()
+    layer.layer_number, layer.mixer = 1, torch.nn.Linear(1, 1)
+    stage = Stage()
+    stage.config.mtp_num_layers, stage.hybrid_layer_pattern = None, "M"
+    stage.decoder.layers = [layer]
+    over_two, alone = (_StageHooks(stage, Layouts(Context(config, n, 0))) for n in (2, 1))
+    refused = pytest.raises(ValueError, match="layer 1, M, is a Linear: states are passed by")
+    with refused:
+        over_two.let_layers_differ("M (Mamba)", SharedState(config))
+    alone.let_layers_differ("M (Mamba)", SharedState(config))
+    with refused:
+        alone.before(stage, {"packed_seq_params": packed(0, 3, 8)})
+    assert alone.before(stage, {"input_ids": whole})["input_ids"] is whole
+
+
 # Batches that are cut by our layout.
 
 

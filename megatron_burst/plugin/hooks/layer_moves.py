@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,10 +68,9 @@ class LayerMoves:
                 "rows move between layers under --sequence-parallel where the ranks of tp_cp are "
                 "those of tp for each of cp, as Megatron's are in its default order"
             )
-        self._attach(model.decoder, self._kinds, is_last=model.post_process)
-        for stack in (layer.mtp_model_layer for layer in mtp_layers(model)):
-            if hasattr(stack, "layer_type_list"):  # of a HybridModel
-                self._attach(stack, stack.layer_type_list, is_last=True)
+        for stack, kinds in stacks_of(model):
+            is_last = model.post_process or stack is not model.decoder
+            self._attach(stack, kinds, is_last=is_last)
 
     def _attach(self, stack: Any, kinds: Any, *, is_last: bool) -> None:
         per_layer = sides(kinds)
@@ -140,6 +139,17 @@ class LayerMoves:
         if side is Side.SCANS:
             return self._scans(tokens, self._context.ranks)
         return layout or self._context.layout(tokens)
+
+
+def stacks_of(model: Any) -> Iterator[tuple[Any, Sequence[str]]]:
+    """Yield the stacks of a pipeline stage, and the symbols of the layers that theirs are among.
+
+    A layer's number, from 1, says which is its own.
+    """
+    yield model.decoder, layer_kinds(model.config, getattr(model, "hybrid_layer_pattern", None))
+    for stack in (layer.mtp_model_layer for layer in mtp_layers(model)):
+        if hasattr(stack, "layer_type_list"):  # of a HybridModel
+            yield stack, stack.layer_type_list
 
 
 def layer_kinds(sizes: Any, pattern: str | None) -> str:

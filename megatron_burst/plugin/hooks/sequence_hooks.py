@@ -27,12 +27,13 @@ from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.calls import after_calls, before_calls
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
-from megatron_burst.plugin.hooks.layer_moves import LayerMoves
+from megatron_burst.plugin.hooks.layer_moves import LayerMoves, stacks_of
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
 from megatron_burst.plugin.models import LanguageModel, need_language_models
 from megatron_burst.plugin.refusals import layer_pattern, recurrent_layers
+from megatron_burst.plugin.scans.layer import OTHER_GROUP, layer_apart
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 _EXCHANGES_KEPT = 16  # stages of a pipeline have several micro-batches under way
@@ -86,8 +87,7 @@ class SequenceHooks:
                 *(model, layout, self._cut, self._shared.contexts), documents_apart=self._apart
             )
             pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(config)
-            if recurrent := recurrent_layers(pattern):
-                stage.let_layers_differ(recurrent, self._shared)
+            stage.let_layers_differ(recurrent_layers(pattern), self._shared)
             moves = not self._shared.config.is_zigzag and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
@@ -159,13 +159,25 @@ class _StageHooks:
         after_calls(model, self.after)
 
     def let_layers_differ(self, scans: str, shared: SharedState) -> None:
-        """Move rows where layers change from attention's layout to that of scans, and back."""
-        if self._context.ranks == 1:
-            return
-        if shared.passes_states:
+        """Move rows where layers change from attention's layout to that of scans, and back.
+
+        Args:
+            scans: names the layers with a state; empty if the model has none.
+            shared: says where these run.
+
+        Raises:
+            ValueError: a layer that rows would move for cannot follow, or the other way round.
+        """
+        moves = shared.passes_states and self._context.ranks > 1
+        fault = layer_apart(stacks_of(self._model), rows_move=moves)
+        if moves and fault:
+            raise ValueError(fault)
+        if moves and scans:
             self._layer_moves = LayerMoves(self._model, self._context, shared.scan_layout)
-        else:
+        elif scans and self._context.ranks > 1:
             self._refused = f"documents and {scans} layers need a SharedState with moves=True"
+        else:
+            self._refused = fault
 
     def layout_of(self, batch: Mapping[str, Any], tokens: int) -> Layout | None:
         """Return the layout for a whole batch; None where each document is in zigzag by itself."""
@@ -183,6 +195,9 @@ class _StageHooks:
         """Change the arguments of the model's forward."""
         packed = given.get("packed_seq_params")
         context = self._context_of(packed)
+        if self._layer_moves is not None and context is not self._context:
+            # A layer says so, too, but behind the exchange, where other ranks would wait.
+            raise ValueError(f"M and G layers carry a state {OTHER_GROUP}")
         if packed is not None:
             if self._refused:
                 raise ValueError(self._refused)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_burst.plugin.attention.documents import PackedDocuments, ranks_of
@@ -10,6 +11,11 @@ from megatron_burst.plugin.scans.bytes_sent import shapes_in
 from megatron_burst.plugin.scans.shards import Shard, shard_of
 
 logger = logging.getLogger(__name__)
+
+OTHER_GROUP = (
+    "over the ranks of the model's own group, and packed_seq_params brings another cp_group: "
+    "drop it"
+)
 
 
 class OverRanks:
@@ -47,10 +53,7 @@ class OverRanks:
         theirs, size = (getattr(packed, name, None) for name in ("cp_group", "local_cp_size"))
         is_other = theirs is not None and ranks_of(theirs) != ranks_of(group)
         if is_other or size not in (None, group.size()):
-            raise ValueError(
-                f"layer {self.layer_number} carries a state over the ranks of the model's own "
-                "group, and packed_seq_params brings another cp_group: drop it"
-            )
+            raise ValueError(f"layer {self.layer_number} carries a state {OTHER_GROUP}")
         if isinstance(packed, PackedDocuments) and packed.bounds:
             bounds: tuple[int, ...] | None = packed.bounds
             fault = group.size() > 1 and not self._passes
@@ -88,6 +91,29 @@ class OverRanks:
             *(name, f"states are passed, scanned by {kernel}" if kernel else "heads are exchanged"),
             *(states / 2**20, heads / 2**20, shape.fewer_from(ranks, number_bytes)),
         )
+
+
+def layer_apart(stacks: Iterable[tuple[Any, Sequence[str]]], *, rows_move: bool) -> str:
+    """Say which layer would read rows in another layout than it has; empty if none would.
+
+    Rows move by the symbols of a pattern, and a class that --spec brings knows nothing of that.
+
+    Args:
+        stacks: of a model, and the symbols of their layers.
+        rows_move: whether they do; else it matters only who knows where documents begin.
+    """
+    for stack, kinds in stacks:
+        for layer in stack.layers:
+            is_scan = kinds[layer.layer_number - 1] in "MG"
+            is_ours = any(isinstance(module, OverRanks) for module in layer.modules())
+            if is_scan and not is_ours or is_ours and not is_scan and rows_move:
+                mixer = getattr(layer, "mixer", getattr(layer, "self_attention", layer))
+                return (
+                    f"layer {layer.layer_number}, {kinds[layer.layer_number - 1]}, is a "
+                    f"{type(mixer).__name__}: states are passed by MambaMixer in M and by "
+                    "GatedDeltaNet in G alone: take --burst-layout zigzag without documents"
+                )
+    return ""
 
 
 class _OneRank:

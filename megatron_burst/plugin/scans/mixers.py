@@ -78,7 +78,10 @@ class MambaOverRanks(OverRanks, MambaMixer):
         self.log_bytes("mamba_ssm" if x.is_cuda else _TORCH, x.shape[1], x.element_size())
         if x.is_cuda:
             kernel = mamba_mixer.mamba_chunk_scan_combined
-            return mamba_scan(kernel, self.chunk_size, [x, dt, decay, b, c], shard)
+            options = {}
+            if mamba_mixer.MAMBA_HAS_STATE_DTYPE:
+                options["state_dtype"] = self.mamba_training_ssm_states_dtype
+            return mamba_scan(kernel, self.chunk_size, [x, dt, decay, b, c], shard, **options)
         return scan_by_decay(c, b, dt.unsqueeze(-1) * x, dt * decay, shard)
 
 
@@ -107,7 +110,7 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
             megatrons = hidden_states, attention_mask, inference, packed_seq_params
             return super().forward(*megatrons, sequence_len_offset, **unused)
         mixed = self.in_proj(hidden_states)[0].transpose(0, 1)  # [B, T, q k v gate beta alpha]
-        convolved, gate, beta, alpha = mixed.split(self.feat_dim_split, -1)
+        convolved, gate, beta, alpha = self._parts(mixed)
         weight, group = self.conv1d.weight.squeeze(1), self.pg_collection.cp
         convolved = causal_convolution(convolved, weight, self.conv1d.bias, shard, group)
         convolved = self.act_fn(convolved)
@@ -117,6 +120,11 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
         rule = plain_delta_rule if in_torch else fla_rule(chunk_gated_delta_rule)
         read = with_state_before(scan_by_delta_rule(rule, given, shard), group)
         return self._project(read.to(mixed.dtype), gate)
+
+    def _parts(self, mixed: Tensor) -> tuple[Tensor, ...]:
+        """Cut what the projection makes: Megatron's sizes for it have other names by version."""
+        keys, values, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
+        return mixed.split([2 * keys + values, values, heads, heads], -1)
 
     def _prepare(self, convolved: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         """Return q, k, v [B, T, heads, ...], the decay and beta, of the dtypes of Megatron's."""

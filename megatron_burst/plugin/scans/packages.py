@@ -12,17 +12,19 @@ from megatron_burst.transport.pinned import to_device
 
 
 def mamba_scan(
-    kernel: Callable[..., Any], chunk: int, given: list[Tensor], shard: Shard
+    kernel: Callable[..., Any], chunk: int, given: list[Tensor], shard: Shard, **options: Any
 ) -> Scanned:
     """Return Mamba-2's scan of a shard by mamba_ssm's `mamba_chunk_scan_combined`, without D and z.
 
     `given`: x [B, T, H, p], dt [B, T, H], positive, A [H], b and c [B, T, groups, n]. The kernel
-    begins anew where `seq_idx` changes, and returns the state behind the last token, float32.
+    begins anew where `seq_idx` changes, and returns the state behind the last token, which ranks
+    pass in dt's dtype. `options` are the kernel's: the dtype in which it keeps states on the way.
     """
     x, dt, decay, b, c = given
     numbers = to_device(shard.numbers(), x.device).expand(len(x), -1).contiguous()
-    out, final = kernel(x, dt, decay, b, c, chunk, seq_idx=numbers, return_final_states=True)
-    return decayed(out, final.mT, c, dt * decay, shard)
+    options |= {"seq_idx": numbers, "return_final_states": True}
+    out, final = kernel(x, dt, decay, b, c, chunk, **options)
+    return decayed(out, final.mT.to(dt.dtype), c, dt * decay, shard)
 
 
 def fla_rule(kernel: Callable[..., Any]) -> DeltaRule:
