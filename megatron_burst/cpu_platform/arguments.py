@@ -62,6 +62,7 @@ CPU_LIMITS: Mapping[str, str] = {
     "moe_permute_fusion": "it is TransformerEngine's: drop --moe-permute-fusion",
     "moe_router_fusion": "it is TransformerEngine's: drop --moe-router-fusion",
     "moe_token_dispatcher_type": "use alltoall",
+    "mla_down_proj_fusion": "it is TransformerEngine's: drop --mla-down-proj-fusion",
     "batch_invariant_mode": "its kernels are Triton's: drop --batch-invariant-mode",
     "mamba_training_ssm_states_dtype": (
         "the states are float32 here: drop --mamba-training-ssm-states-dtype"

@@ -24,6 +24,7 @@ from megatron_burst.plugin.arguments import (
     configure,
     report_dropouts,
 )
+from megatron_burst.plugin.attention.latent_layers import attach_to_megatrons
 from megatron_burst.plugin.attention.recompute import RecomputeHooks
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.compat import wrap
@@ -233,6 +234,7 @@ def _hooks(
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers
+        yield attach_to_megatrons  # in MTP's stacks, which Megatron builds past ours
         if shared.verification is not None:
             yield PositionHooks(shared, ids_begin_anew=args.reset_position_ids)
     if settings.head is not None:

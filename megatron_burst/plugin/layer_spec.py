@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType
-from megatron_burst.plugin.attention.latent_layers import WITH_LATENTS
+from megatron_burst.plugin.attention.latent_layers import WITH_LATENTS, attach_to_megatrons
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.local_layers import (
     block_spec,
@@ -87,7 +87,9 @@ class StackWithContexts:
         reasons = pattern_refusals(pattern, config)
         refuse_all("burst cannot run this hybrid stack", reasons)
         shared.contexts.of(config, given["pg_collection"])
-        return stack(config, **given)
+        built = stack(config, **given)
+        attach_to_megatrons([built])
+        return built
 
 
 def stack_spec(spec: Any, shared: SharedState | None) -> Any:

@@ -179,6 +179,7 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--fp8-format e4m3", "drop --fp8-format"),
         ("--cpu-offloading-num-layers 1", "cpu_offloading_num_layers = 1"),
         ("--moe-token-dispatcher-type flex", "use alltoall"),
+        ("--mla-down-proj-fusion", "drop --mla-down-proj-fusion"),
         ("--profile", "--use-pytorch-profiler"),
         ("--save-dgrads-interval 2", "TransformerEngine's layers: drop --save-dgrads-interval"),
         ("--save-activations-interval 2", "drop --save-activations-interval"),

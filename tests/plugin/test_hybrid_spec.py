@@ -29,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noq
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_burst.plugin import attach  # noqa: E402
+from megatron_burst.plugin.attention import latent_layers  # noqa: E402
 from megatron_burst.plugin.attention.attention_choice import CoreAttentionByCommType  # noqa: E402
 from megatron_burst.plugin.attention.latent_layers import (  # noqa: E402
     LatentLocalSelfAttention,
@@ -172,6 +173,31 @@ def test_a_stage_without_attention_makes_the_contexts_too() -> None:
     stack = empty_stack(burst_layer_spec(local_stack_spec(), shared))
     assert isinstance(stack, LocalHybridStack)
     assert len([*shared.contexts]) == 1
+
+
+def test_latents_of_layers_that_megatron_fuses_are_ours_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For --mla-down-proj-fusion the stack writes Megatron's class over ours in a copy."""
+    attached: list[Any] = []
+    monkeypatch.setattr(latent_layers, "attach", attached.append)
+
+    class Fusing(torch.nn.Module):
+        def __init__(self, *_: Any, submodules: Any, **__: Any) -> None:
+            super().__init__()
+            fused = HybridStack._fuse_mla_down_proj(None, submodules)
+            self.layer = object.__new__(fused.mla_layer.submodules.self_attention.module)
+            torch.nn.Module.__init__(self.layer)
+            self.layer.core_attention = SimpleNamespace(latents=None)
+
+    spec = burst_layer_spec(local_stack_spec(), BurstConfig())
+    spec.params["stack"] = Fusing
+    stack = empty_stack(spec)
+    assert attached == [stack.layer]
+    latent_layers.attach_to_megatrons([stack])
+    stack.layer.core_attention.latents = object()
+    latent_layers.attach_to_megatrons([stack])
+    assert attached == [stack.layer] * 2, "until it has them"
 
 
 def test_layers_that_cannot_stand_beside_ours_are_refused() -> None:

@@ -59,6 +59,17 @@ WITH_LATENTS: Mapping[Any, type] = {
 """What stands in a spec in the place of Megatron's own classes."""
 
 
+def attach_to_megatrons(models: list[Any]) -> list[Any]:
+    """Attach to layers that are Megatron's own, and return all: a hook, which may come again.
+
+    For --mla-down-proj-fusion Megatron's hybrid stack writes its class over ours in the spec.
+    """
+    for module in (module for model in models for module in model.modules()):
+        if type(module) in WITH_LATENTS and getattr(module.core_attention, "latents", 0) is None:
+            attach(module)
+    return models
+
+
 def attach(attention: Any) -> None:
     """Let the core attention of a layer take its latents, if it is ours and may send them.
 
