@@ -25,13 +25,14 @@ def with_remedies(**reasons: str) -> dict[str, str]:
 # An argument of Megatron (or field of TransformerConfig) has to be one of the first, unless it is
 # named below.
 OFF: tuple[Any, ...] = (None, False, 0, "")
+GATED_DELTA_NETS = ("gated_delta_net", "gdn")  # as a GPTModel's variant; main renames the first
 WORKING: Mapping[str, tuple[Any, ...]] = {
     "attention_backend": (None, "auto"),
     "cp_partition_mode": (None, "zigzag"),
     "attention_cp_layout": (None, "zigzag"),
     "linear_cp_layout": (None, "zigzag"),
     "cuda_graph_impl": (None, "none", "local", "transformer_engine"),
-    "experimental_attention_variant": (None, "gated_delta_net"),
+    "experimental_attention_variant": (None, *GATED_DELTA_NETS),
 }
 
 # Of our attention. With --hybrid-context-parallel `HybridCPDataLoaderWrapper.unpack_batch` (0.19.2,

@@ -6,6 +6,7 @@ from typing import Any
 from megatron_burst.config import ZIGZAGS, Algorithm, LayoutName
 from megatron_burst.plugin.limits import (
     DEV_LIMITS,
+    GATED_DELTA_NETS,
     LIMITS,
     LM_HEAD_LIMITS,
     MEGATRON,
@@ -119,7 +120,7 @@ def layer_pattern(settings: Any) -> str | None:
     """Return the pattern of a hybrid model's layers; "G" for a GPTModel that has such among its."""
     pattern: str | None = getattr(settings, "hybrid_layer_pattern", None)
     variant = getattr(settings, "experimental_attention_variant", None)
-    return "G" if variant == "gated_delta_net" else pattern
+    return "G" if variant in GATED_DELTA_NETS and not pattern else pattern
 
 
 def _runs_plans(settings: Any) -> bool:
@@ -227,7 +228,8 @@ def cannot_follow(args: Any, why: str) -> Iterator[str]:
 def _mtp_refusals(args: Any) -> Iterator[str]:
     """What Megatron leaves out beside multi-token prediction: layers, documents, gradients."""
     variant = getattr(args, "experimental_attention_variant", None)
-    if variant and getattr(args, "mtp_num_layers", None):
+    is_gpt = not getattr(args, "hybrid_layer_pattern", None)
+    if variant and is_gpt and getattr(args, "mtp_num_layers", None):
         yield (
             f"mtp_num_layers = {args.mtp_num_layers}: a GPTModel of Megatron's has no MTP beside "
             f"{variant}: take --hybrid-layer-pattern, or drop --mtp-num-layers"

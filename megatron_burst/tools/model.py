@@ -59,7 +59,7 @@ class Model:
     vocabulary: int  # padded
     tied: bool
     mtp: int  # heads, each with a layer and losses of its own
-    kinds: str  # Megatron's symbols of the layers, those of MTP's heads behind
+    kinds: str  # Megatron's symbols of the layers, those of each of MTP's heads behind a `/`
     scans: dict[str, ScanShape]  # what layers with a state send by, for a tensor-parallel rank
     others: Mapping[str, Part]  # layers that are not attention, by their kind
 
@@ -158,7 +158,7 @@ def model_of(given: Flags) -> Model:
 
 
 def _kinds(given: Flags) -> tuple[str, int]:
-    """The layers by Megatron's letters, those of MTP's heads behind, and how many heads."""
+    """The layers by Megatron's letters, each of MTP's heads behind a `/`, and how many heads."""
     mtp = whole(given, "mtp-num-layers", 0)
     if "hybrid-layer-pattern" in given:
         pattern = str(given["hybrid-layer-pattern"])
@@ -173,10 +173,10 @@ def _kinds(given: Flags) -> tuple[str, int]:
                 f"--num-experts {given['num-experts']} has no effect: --hybrid-layer-pattern "
                 f"{pattern} has no E; or give --gpt"
             )
-        inner = heads[0] if heads else ""
-        return main + max(mtp, len(heads)) * inner, max(mtp, len(heads))
+        inner, count = heads[0] if heads else "", max(mtp, len(heads))
+        return main + count * f"/{inner}", count
     pattern = hybrid_pattern(given)
-    return pattern + mtp * pattern[-2:], mtp  # MTP's heads are as the last layer
+    return pattern + mtp * f"/{pattern[-2:]}", mtp  # MTP's heads are as the last layer
 
 
 def _mlp(count: int, matrices: int, hidden: int, ffn: int, at_work: float) -> Part:

@@ -10,7 +10,7 @@ from megatron_burst import launch  # noqa: E402
 from megatron_burst.plugin import attachment_points  # noqa: E402
 from megatron_burst.plugin.attachment_points import CALLED, REPLACED, WRAPPED  # noqa: E402
 from megatron_burst.plugin.limits import DEV_LIMITS  # noqa: E402
-from megatron_burst.plugin.refusals import refusals  # noqa: E402
+from megatron_burst.plugin.refusals import layer_pattern, refusals  # noqa: E402
 
 
 def test_the_installed_megatron_has_every_attachment_point() -> None:
@@ -69,6 +69,18 @@ def test_what_differs_is_named_with_both_signatures(
 def test_what_dev_alone_has_is_refused(settings: dict[str, object], reason: str) -> None:
     (line,) = refusals(SimpleNamespace(**settings))
     assert reason in line
+
+
+def test_mains_name_of_gated_delta_nets_is_known() -> None:
+    settings = SimpleNamespace(experimental_attention_variant="gdn", mtp_num_layers=None)
+    assert refusals(settings) == [] and layer_pattern(settings) == "G"
+    settings.mtp_num_layers = 1
+    (line,) = refusals(settings)
+    assert "has no MTP beside gdn" in line
+    settings.hybrid_layer_pattern = "G*/*"
+    assert refusals(settings) == [] and layer_pattern(settings) == "G*/*"
+    (line,) = refusals(SimpleNamespace(experimental_attention_variant="gdn2"))
+    assert line.startswith("experimental_attention_variant = gdn2: ")
 
 
 def test_devs_defaults_pass() -> None:

@@ -44,6 +44,7 @@ from tests.plugin.test_row_exchange import carried  # noqa: E402
         ("G*EG", "asaas", 4),
         ("-MG*-", "aassaa", 2),
         ("M-+-ME", "assaass", 4),
+        ("*M-/G*M/G*M", "aassasasasas", 10),  # every depth of MTP begins and ends in attention's
     ],
 )
 def test_rows_move_at_borders_of_the_pattern_alone(kinds: str, expected: str, times: int) -> None:
@@ -53,10 +54,13 @@ def test_rows_move_at_borders_of_the_pattern_alone(kinds: str, expected: str, ti
 def test_the_kinds_of_all_stages() -> None:
     """Of a GPTModel, too, some of whose layers are gated delta nets."""
     config = SimpleNamespace(num_layers=4, experimental_attention_variant=None)
-    assert layer_kinds(config, "M*|-G/*-/*-") == "M*-G"
+    assert layer_kinds(config, "M*|-G/*-/*-") == "M*-G/*-/*-"
     assert layer_kinds(config, None) == "****"
-    config.experimental_attention_variant, config.linear_attention_freq = "gated_delta_net", 2
-    assert layer_kinds(config, None) == "G*G*"
+    config.experimental_attention_variant, config.linear_attention_freq = "dsa", 2
+    assert layer_kinds(config, None) == "****", "it has no layout of its own"
+    for name in ("gated_delta_net", "gdn"):  # as main calls it
+        config.experimental_attention_variant = name
+        assert layer_kinds(config, None) == "G*G*"
 
 
 def layouts(ranks: int, unit: int) -> list[Layout]:
@@ -274,11 +278,14 @@ def test_a_padding_mask_that_experts_would_misread_is_refused() -> None:
         pg_collection=None,
         post_process=True,
     )
-    for pattern, layout in (("*EM", contiguous), ("MG*E", contiguous), ("*ME", zigzag)):
+    fine = ("*EM", contiguous), ("MG*E/E", contiguous), ("*ME", zigzag)
+    for pattern, layout in fine:
         stage.hybrid_layer_pattern = pattern
         LayerMoves(stage, context, layout).check(16, None)
-    with pytest.raises(ValueError, match=r"experts of the pattern \*ME: put an attention layer"):
-        LayerMoves(stage, context, contiguous).check(16, None)
+    for pattern in ("*ME", "*E/ME"):
+        stage.hybrid_layer_pattern = pattern
+        with pytest.raises(ValueError, match=r"experts of the pattern \*.*ME: put an attention la"):
+            LayerMoves(stage, context, contiguous).check(16, None)
 
 
 def test_graphs_that_pass_the_forward_of_a_layer_by_are_refused() -> None:

@@ -24,7 +24,11 @@ from megatron_burst import BurstConfig  # noqa: E402
 from megatron_burst.plugin.attention.documents import PackedDocuments  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.scans import mixers  # noqa: E402
-from megatron_burst.plugin.scans.bytes_sent import ScanShape, shapes_of  # noqa: E402
+from megatron_burst.plugin.scans.bytes_sent import (  # noqa: E402
+    ScanShape,
+    sent_by_model,
+    shapes_of,
+)
 from megatron_burst.plugin.scans.choice import sent_by_args, states_are_passed  # noqa: E402
 from megatron_burst.plugin.scans.hand_over import tokens_before  # noqa: E402
 from megatron_burst.plugin.scans.layer import OverRanks, layer_apart  # noqa: E402
@@ -40,6 +44,7 @@ from megatron_burst.plugin.scans.rank_scan import (  # noqa: E402
 )
 from megatron_burst.plugin.scans.recurrence import decaying_memory  # noqa: E402
 from megatron_burst.plugin.scans.shards import Shard, shard_of  # noqa: E402
+from megatron_burst.tools.model import model_of  # noqa: E402
 
 HEADS, GROUPS, KEYS, VALUES, WIDTH, TOKENS = 6, 2, 5, 3, 4, 144
 BOUNDS = {
@@ -214,6 +219,8 @@ def test_bytes_are_those_that_are_sent(workers: WorkerPool, ranks: int, delta: b
     transition = HEADS * KEYS**2 if delta else HEADS
     shape = ScanShape(
         heads=HEADS,
+        groups=GROUPS,
+        shared=0,
         state=HEADS * KEYS * VALUES,
         transition=transition,
         width=WIDTH,
@@ -237,6 +244,26 @@ def test_bytes_are_those_of_the_page() -> None:
     assert sent == pytest.approx([732, 450], abs=1)
 
 
+def mamba_of(**sizes: int) -> ScanShape:
+    return shapes_of(lambda name, default: {"hidden_size": 4096, **sizes}.get(name, default))["M"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "mib"), [(8, 8, 732), (1, 8, 731), (1, 16, 844), (8, 32, 996)]
+)
+def test_groups_that_serve_several_ranks_go_to_each(groups: int, ranks: int, mib: int) -> None:
+    sent = mamba_of(mamba_num_groups=groups).by_heads(16384, ranks, 2)
+    assert sent / 2**20 == pytest.approx(mib, abs=1)
+
+
+def test_heads_that_megatron_cannot_exchange_are_not_chosen() -> None:
+    for heads, groups, ranks, can in ((12, 4, 6, False), (12, 3, 6, True), (10, 2, 6, False)):
+        shape = mamba_of(mamba_num_heads=heads, mamba_num_groups=groups)
+        assert shape.divides(ranks) == can
+        sent = sent_by_model("M-", {"M": shape}, 0, 64, ranks, 2)
+        assert (sent.heads < math.inf) == can
+
+
 NEMOTRON = SimpleNamespace(
     context_parallel_size=8,
     tensor_model_parallel_size=1,
@@ -246,7 +273,7 @@ NEMOTRON = SimpleNamespace(
     bf16=True,
     fp16=False,
     seq_length=8 * 16384,
-    hybrid_layer_pattern="M-M*|-M-M*-/*",
+    hybrid_layer_pattern="M-M*|-M-M*-/*/*",
     experimental_attention_variant=None,
     multi_latent_attention=False,
     position_embedding_type="none",
@@ -275,6 +302,22 @@ def test_auto_passes_states_where_that_sends_fewer_bytes() -> None:
     whole = sent_by_args(cut, "M*").states
     cut.sequence_parallel = True
     assert whole - sent_by_args(cut, "M*").states == rows
+
+
+def test_the_choice_and_the_plan_count_mtps_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """Each depth begins and ends in attention's layout, whatever is before and behind it."""
+    pattern, rows = "M-M*-/M*-/M*-", 16384 * 4096 * 2
+    with caplog.at_level("INFO", "megatron_burst"):
+        passed(hybrid_layer_pattern=pattern.replace("M*-/", "M|*-/", 1))
+    expected = (4 * mamba_of().by_states(8, 2) + 6 * rows) / 2**20
+    said = "a rank sends 880 MiB a sequence" in caplog.text
+    assert round(expected) == 880 and said
+    flags = {"hybrid-layer-pattern": pattern, "hidden-size": 4096, "num-attention-heads": 32}
+    model = model_of(flags | {"vocab-size": 1000})
+    assert model.kinds == pattern and model.mtp == 2 and model.parts["attention"].count == 3
+    planned = sent_by_model(model.kinds, model.scans, rows, 16384, 8, 2)
+    assert planned.states / 2**20 == expected
+    assert model_of({**flags, "vocab-size": 1000, "mtp-num-layers": 3}).kinds == pattern + "/M*-"
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ class Side(StrEnum):
     SCANS = "s"
 
 
-_WANTED = {"M": Side.SCANS, "G": Side.SCANS, "*": Side.ATTENTION, "+": Side.ATTENTION}
+_WANTED = dict.fromkeys("MG", Side.SCANS) | dict.fromkeys("*+/", Side.ATTENTION)
 
 
 def sides(kinds: Sequence[str]) -> list[Side]:
     """Return where each layer runs, of the layers' symbols in their order; 0 is before the first.
 
-    Layers without a layout of their own run in the one that is there. [layers + 1]
+    Layers without a layout of their own run in the one that is there; a `/` is the end of a stack,
+    the decoder or one of MTP's depths. [symbols + 1]
     """
     per_layer = [Side.ATTENTION]
     for kind in kinds:

@@ -16,6 +16,7 @@ from megatron_burst.attention.context import BurstContext
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plugin.hooks.layer_layouts import Side, moves, over_tensor_ranks, sides
 from megatron_burst.plugin.hooks.row_exchange import Moves, carry, find_moves
+from megatron_burst.plugin.limits import GATED_DELTA_NETS
 from megatron_burst.plugin.models import mtp_layers
 
 logger = logging.getLogger(__name__)
@@ -146,21 +147,22 @@ def stacks_of(model: Any) -> Iterator[tuple[Any, Sequence[str]]]:
 
     A layer's number, from 1, says which is its own.
     """
-    yield model.decoder, layer_kinds(model.config, getattr(model, "hybrid_layer_pattern", None))
+    kinds = layer_kinds(model.config, getattr(model, "hybrid_layer_pattern", None))
+    yield model.decoder, kinds.partition("/")[0]
     for stack in (layer.mtp_model_layer for layer in mtp_layers(model)):
         if hasattr(stack, "layer_type_list"):  # of a HybridModel
             yield stack, stack.layer_type_list
 
 
 def layer_kinds(sizes: Any, pattern: str | None) -> str:
-    """Return the symbols of all decoder layers of a model, of all its stages.
+    """Return the symbols of all layers of a model, of all its stages; `/` before MTP's depths.
 
     Args:
         sizes: Megatron's arguments, or a TransformerConfig.
         pattern: a HybridModel's; None for a GPTModel.
     """
     if pattern is not None:
-        return pattern.partition("/")[0].replace("|", "")
-    if sizes.experimental_attention_variant is None:
+        return pattern.replace("|", "")
+    if sizes.experimental_attention_variant not in GATED_DELTA_NETS:
         return "*" * int(sizes.num_layers)
     return "".join("G" if linear else "*" for linear in get_linear_attention_pattern(sizes))

@@ -13,6 +13,8 @@ class ScanShape:
     """What a layer sends by; heads and channels are those of one tensor-parallel rank."""
 
     heads: int  # that an all-to-all shares out
+    groups: int  # of heads that share channels, which go to every rank that has one of them
+    shared: int  # those channels
     state: int  # numbers of the states of all heads
     transition: int  # numbers by which a rank's tokens change them
     width: int  # tokens under the convolution
@@ -30,7 +32,14 @@ class ScanShape:
 
     def by_heads(self, tokens: int, ranks: int, number_bytes: int) -> int:
         """Return those of the all-to-all with `tokens` a rank, forward as backward."""
-        return tokens * (self.projected + self.out) * number_bytes * (ranks - 1) // ranks
+        repeated = (max(1, ranks // self.groups) - 1) * self.shared
+        channels = self.projected + repeated + self.out
+        return tokens * channels * number_bytes * (ranks - 1) // ranks
+
+    def divides(self, ranks: int) -> bool:
+        """Whether Megatron can share out heads and groups; groups may serve several ranks."""
+        by_groups = self.groups % ranks == 0 or ranks % self.groups == 0
+        return self.heads % ranks == 0 and by_groups
 
     def fewer_from(self, ranks: int, number_bytes: int) -> int:
         """Return from how many tokens a rank on passing states sends no more."""
@@ -56,10 +65,13 @@ def shapes_in(settings: Any, tensor: int) -> dict[str, ScanShape]:
 def _of_mamba(number: Callable[[str, int], int], tensor: int) -> ScanShape:
     head_dim = number("mamba_head_dim", 64)
     heads = number("mamba_num_heads", 2 * number("hidden_size", 0) // head_dim) // tensor
-    groups, states = number("mamba_num_groups", 8) // tensor, number("mamba_state_dim", 128)
+    groups = max(1, number("mamba_num_groups", 8) // tensor)
+    states = number("mamba_state_dim", 128)
     inner, both = heads * head_dim, 2 * groups * states
     return ScanShape(
         heads=heads,
+        groups=groups,
+        shared=both,
         state=inner * states,
         transition=heads,
         width=4,
@@ -76,6 +88,8 @@ def _of_delta_net(number: Callable[[str, int], int], tensor: int) -> ScanShape:
     qk, values = 2 * key_heads * key_dim, heads * number("linear_value_head_dim", 128)
     return ScanShape(
         heads=key_heads,
+        groups=key_heads,
+        shared=0,
         state=key_dim * values,
         transition=heads * key_dim**2,
         width=number("linear_conv_kernel_dim", 4),
@@ -89,7 +103,7 @@ class Sent(NamedTuple):
     """Bytes a sequence that a rank sends for all layers with a state of a model, forward."""
 
     states: int  # the rows that move to contiguous shards and back among them
-    heads: float  # infinite where heads do not divide over the ranks
+    heads: float  # infinite where heads or groups do not divide over the ranks
 
 
 def sent_by_model(
@@ -98,7 +112,7 @@ def sent_by_model(
     """Return what a model sends in either way.
 
     Args:
-        kinds: the symbols of its layers.
+        kinds: the symbols of its layers; `/` between those of the decoder and MTP's depths.
         shapes: of those with a state.
         moved: bytes of a rank's hidden states, all of which move at a border: no rank far from both
             ends of the sequence has in zigzag what it has of contiguous shards.
@@ -109,6 +123,6 @@ def sent_by_model(
     layers = [shapes[kind] for kind in kinds if kind in shapes]
     states = sum(each.by_states(ranks, number_bytes) for each in layers)
     heads: float = sum(each.by_heads(tokens, ranks, number_bytes) for each in layers)
-    if any(each.heads % ranks for each in layers):
+    if not all(each.divides(ranks) for each in layers):
         heads = math.inf
     return Sent(states + moves(sides(kinds)) * moved, heads)

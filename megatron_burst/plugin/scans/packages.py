@@ -28,7 +28,7 @@ def mamba_scan(
 
 
 def fla_rule(kernel: Callable[..., Any]) -> DeltaRule:
-    """Return fla's `chunk_gated_delta_rule` as a `DeltaRule`; float32 it does not take."""
+    """Return fla's `chunk_gated_delta_rule` as a `DeltaRule`; float32 it takes since 0.4.0."""
 
     def rule(
         inputs: list[Tensor], memory: Tensor | None = None, bounds: tuple[int, ...] = ()
