@@ -1,5 +1,7 @@
 """How many tokens a chunk has: from a memory limit, or as asked for."""
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,7 +105,7 @@ class Chunking:
     def __str__(self) -> str:
         blocks = f", dW in blocks of {self.rows} rows" if self.rows else ""
         times = {3: "once", 4: "twice", 5: "three times"}[self.products]
-        less = f" (once with {self.once:.0f} MiB)" if self.once else ""
+        less = f" (once with {math.ceil(self.once)} MiB)" if self.once else ""
         text = f"{self.tokens} tokens a chunk, {self.peak / MIB:.1f} MiB ({self.rule}){blocks}"
         return f"{text}, logits made {times}{less}"
 
@@ -170,21 +172,14 @@ def within(sizes: Sizes, limit: int | None) -> Chunking:
     limit = sizes.default_limit if limit is None else limit
     parts, tokens_of_a_part = sizes.parts, sizes.tokens // sizes.parts
     each = parts * sizes.for_a_token_of_the_chunk()
-    of_statistics = parts * sizes.for_a_token_of_statistics
-    rows = sizes.vocabulary
-    if sizes.sums_apart:
-        left = limit - limit // 8 - min(sizes.tokens, ENOUGH) * sizes.for_a_token_of_the_chunk()
-        rows = max(1, min(rows, max(limit // 2, left) // sizes.row_of_sums))
-    sums = rows * sizes.row_of_sums
-    room = min(limit // 8, limit - sums - each)
-    combined = max(1, min(tokens_of_a_part, room // of_statistics))
-    fixed = combined * of_statistics + sums
+    rows, combined, fixed = _beside_chunks(sizes, limit)
     if limit < fixed + each:
         of_all = f" on each of {parts} ranks" if parts > 1 else ""
+        tried = ((n, _beside_chunks(sizes, n * MIB)[2]) for n in itertools.count(1))
+        least = next(n for n, beside in tried if n * MIB >= beside + each)
         raise ValueError(
             f"memory limit (--lm-head-memory-mb) {limit / MIB:g} is too small for one token"
-            f"{of_all}, with {sizes.vocabulary} rows of the vocabulary: at least "
-            f"{-(-(fixed + each) // MIB)} MiB"
+            f"{of_all}, with {sizes.vocabulary} rows of the vocabulary: at least {least} MiB"
         )
     tokens = _even(tokens_of_a_part, min(combined, (limit - fixed) // each))
     of_rows = tokens * each // (parts * sizes.for_a_token_of_the_chunk(rows))
@@ -197,6 +192,18 @@ def within(sizes: Sizes, limit: int | None) -> Chunking:
         peak=fixed + tokens * each,
         rule=rule,
     )
+
+
+def _beside_chunks(sizes: Sizes, limit: int) -> tuple[int, int, int]:
+    """Return the rows of dW at a time, a part's tokens combined at a time, and bytes of both."""
+    rows, a_token = sizes.vocabulary, sizes.for_a_token_of_the_chunk()
+    if sizes.sums_apart:
+        left = limit - limit // 8 - min(sizes.tokens, ENOUGH) * a_token
+        rows = max(1, min(rows, max(limit // 2, left) // sizes.row_of_sums))
+    sums, of_statistics = rows * sizes.row_of_sums, sizes.parts * sizes.for_a_token_of_statistics
+    room = min(limit // 8, limit - sums - sizes.parts * a_token)
+    combined = max(1, min(sizes.tokens // sizes.parts, room // of_statistics))
+    return rows, combined, combined * of_statistics + sums
 
 
 def _even(tokens: int, most: int) -> int:

@@ -46,6 +46,16 @@ def test_one_token_that_does_not_fit_is_an_error_with_what_is_needed() -> None:
     with pytest.raises(ValueError, match=r"too small for one token, with .*at least 5 MiB"):
         within(tight, 4 * MIB)
     assert within(tight, 5 * MIB).tokens == 1
+    # What is beside a chunk grows with the limit.
+    of_eight = dataclasses.replace(
+        SIZES, vocabulary=128256 // 8, hidden=4096, ranks=8, parts=8, sums_apart=True
+    )
+    with pytest.raises(ValueError, match=r"at least (\d+) MiB") as error:
+        within(of_eight, MIB)
+    least = int(str(error.value).split()[-2])
+    assert within(of_eight, least * MIB).tokens
+    with pytest.raises(ValueError, match=f"at least {least} MiB"):
+        within(of_eight, (least - 1) * MIB)
 
 
 @pytest.mark.parametrize("tokens", [4 * 2**20, 2**30])

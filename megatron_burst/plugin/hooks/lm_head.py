@@ -85,6 +85,7 @@ def _check_memory(model: LanguageModel, config: LmHeadConfig) -> None:
     ranks = layer.tp_group.size() if layer.tp_group is not None else 1
     parts = ranks if layer.sequence_parallel else 1
     vocabulary, size = weight.shape
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where it goes
     least = Sizes(
         tokens=parts,
         vocabulary=vocabulary,
@@ -92,7 +93,7 @@ def _check_memory(model: LanguageModel, config: LmHeadConfig) -> None:
         dtype=weight.dtype,
         ranks=ranks,
         parts=parts,
-        fused=torch.cuda.is_available(),
+        fused=not why_plain(torch.device(device), weight.dtype),
     )
     within(least, int(config.memory_mb * MIB))
 
