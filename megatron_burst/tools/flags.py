@@ -167,7 +167,8 @@ def hybrid_pattern(given: Flags) -> str:
         return "*-" * layers
     text = str(given.get("moe-layer-freq", 1)).strip("()").replace(" ", "")
     if text.isdigit():
-        kinds = "".join("0" if layer % int(text) else "1" for layer in range(layers))
+        every = whole({"moe-layer-freq": text}, "moe-layer-freq")
+        kinds = "".join("0" if layer % every else "1" for layer in range(layers))
     else:
         groups = re.findall(r"\[([01,]+)\](?:\*(\d+))?", text)
         kinds = "".join(part.replace(",", "") * int(times or 1) for part, times in groups)

@@ -118,12 +118,14 @@ def model_of(given: Flags) -> Model:
     count, tensor = Counter(kinds), number("tensor-model-parallel-size")
     hidden, heads = number("hidden-size"), heads_of(given)
     padding = number("make-vocab-size-divisible-by", 128) * tensor
-    ffn, latents = number("ffn-hidden-size", 4 * hidden), None
+    # Megatron's default: three matrices of SwiGLU have about as many numbers as two others.
+    usual = int(4 * hidden * 2 / 3 / 64) * 64 if given.get("swiglu") else 4 * hidden
+    ffn, latents = number("ffn-hidden-size", usual), None
     if given.get("multi-latent-attention"):
         ranks = {"query": number("q-lora-rank", 0), "kv": number("kv-lora-rank", 32)}
         latents = Latents(**ranks, rope=number("qk-pos-emb-head-dim", 64))
-    matrices = 3 if given.get("swiglu") else 2  # of an MLP
-    eager = "no-bias-swiglu-fusion" if matrices == 3 else "no-bias-gelu-fusion"
+    matrices = 3 if given.get("swiglu") or given.get("quick-geglu") else 2  # of an MLP
+    eager = "no-bias-swiglu-fusion" if given.get("swiglu") else "no-bias-gelu-fusion"
     # Between its products: what the first made and its gradient, and the gradient of what follows;
     # where nothing compiles what is between them, as much again as the first made.
     at_work = 7 / 3 if given.get(eager) else 5 / 3

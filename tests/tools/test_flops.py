@@ -1,9 +1,12 @@
 """The one formula of FLOPs, by hand, and peaks by the names of devices. (fast tier)"""
 
+from typing import Any
+
 import pytest
 
 from megatron_burst.tools.flags import flags_of, heads_of
 from megatron_burst.tools.flops import attention_flops, logged_step_flops, peak_tflops
+from megatron_burst.tools.model import model_of
 
 
 def test_the_formula_of_the_mfu() -> None:
@@ -25,6 +28,26 @@ def test_the_formula_of_the_mfu() -> None:
     assert logged_step_flops(arguments) == 3 * 2 * 16 * (3 * layer + 2 * 8 * 100)
     assert logged_step_flops(arguments | {"num_experts": "8"}) is None
     assert logged_step_flops(arguments | {"num_experts": "None", "window_size": "(3, 0)"}) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "matrices", "width"),
+    [
+        ({}, 2, 4 * 4096),
+        ({"swiglu": True}, 3, 10880),  # 4 x 4096 x 2 / 3, down to a multiple of 64
+        ({"quick-geglu": True}, 3, 4 * 4096),
+        ({"swiglu": True, "ffn-hidden-size": 14336}, 3, 14336),
+    ],
+)
+def test_an_mlp_has_the_matrices_and_the_width_that_megatron_gives_it(
+    more: dict[str, Any], matrices: int, width: int
+) -> None:
+    sizes = {"num-layers": 1, "hidden-size": 4096, "num-attention-heads": 32, "vocab-size": 128}
+    model = model_of(sizes | more)
+    assert model.others["mlp"].parameters == matrices * 4096 * width
+    assert model.others["mlp"].at_work == 5 / 3
+    eager = "no-bias-swiglu-fusion" if "swiglu" in more else "no-bias-gelu-fusion"
+    assert model_of(sizes | more | {eager: True}).others["mlp"].at_work == 7 / 3
 
 
 @pytest.mark.parametrize(

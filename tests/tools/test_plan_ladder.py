@@ -140,11 +140,26 @@ def test_megatron_accepts_the_commands(detached: None, capsys: pytest.CaptureFix
             "optim_grads_params alone",
         ),
         ({"optimizer-cpu-offload": True, "optimizer-offload-fraction": 2}, "between 0 and 1"),
+        ({"mtp-num-layers": 1, "pipeline-model-parallel-size": 2}, "last stage has all of it"),
+        ({"num-experts": 8, "moe-layer-freq": 0}, "--moe-layer-freq 0 is not a positive"),
+        ({"num-distributed-optimizer-instances": 2}, "instances 2 cannot be predicted here"),
+        ({"optimizer": "muon"}, "--optimizer muon cannot be predicted here: adam alone"),
+        ({"exp-avg-dtype": "bf16"}, "--exp-avg-dtype bf16 cannot"),
+        ({"exp-avg-sq-dtype": "bf16"}, "--exp-avg-sq-dtype bf16 cannot"),
+        ({"fp4-format": "e2m1"}, "--fp4-format e2m1 cannot"),
+        ({"attention-output-gate": True}, "--attention-output-gate True cannot"),
     ],
 )
 def test_what_is_not_modelled_is_said(flags: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         workload_of({**given("llama3_8b", global_batch_size=8), **flags}, H100, 8)
+
+
+def test_what_megatron_takes_without_being_told_is_modelled() -> None:
+    usual = {"optimizer": "adam", "exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32"}
+    usual |= {"num-distributed-optimizer-instances": "1", "mtp-num-layers": "1"}
+    flags = given("llama3_8b", global_batch_size=8) | usual
+    assert workload_of(flags, H100, 8).model.mtp == 1
 
 
 def test_copies_are_exposed_as_far_as_no_layer_hides_them() -> None:

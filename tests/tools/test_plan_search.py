@@ -103,24 +103,31 @@ def test_stages_of_a_hybrid_model_are_written_into_its_pattern() -> None:
     assert written(pipeline_model_parallel_size=4)[name] == "|".join(["*-" * 8] * 4)
     inner = {"pipeline_model_parallel_size": 4, parts: 2}
     assert written(2, **inner)[name] == "|".join(["*-" * 4] * 8)
-    uneven = "|".join(["*-" * 12, "*-" * 4, "*-" * 8, "*-" * 8])
-    pipeline = {"pipeline_model_parallel_size": 2, "hybrid_layer_pattern": uneven}
-    assert written(2, **pipeline)[name] == uneven
+    apart = "|".join(["*-" * 8, "*" * 8 + "-" * 8, "-*" * 8, "*-" * 8])
+    pipeline = {"pipeline_model_parallel_size": 2, "hybrid_layer_pattern": apart}
+    assert written(2, **pipeline)[name] == apart
 
 
 @pytest.mark.parametrize(
-    ("pattern", "stages"),
+    ("pattern", "even"),
     [
-        ("M-*-|M-M-", 2),  # parted as it is said, whatever attention there is
-        ("M-*-M-*-/MM", 2),  # the layers of MTP's heads are none of a stage's
-        ("M-M-/**", 2),
-        ("*-*-*-*-/*-", 4),
+        ("M-*-|-M*-", True),
+        ("M-M-|M-M-", True),
+        ("*-*E|*E*E", True),  # as `cut` parts it, so that a command that is printed is read again
+        ("*-*-*-|*-*-", False),
+        ("M-*-|M-M-", False),
+        ("*-*E*E|*E*E", False),
     ],
 )
-def test_a_pipeline_parts_the_layers_of_the_model_alone(pattern: str, stages: int) -> None:
-    flags = {"hybrid_layer_pattern": pattern, "pipeline_model_parallel_size": stages}
-    flags["recompute_num_layers"] = 2
-    assert load_of("nemotron_h_8b", 8, **flags, global_batch_size=64).virtual == 1
+def test_parts_of_a_pattern_have_as_many_layers_of_each_kind(pattern: str, even: bool) -> None:
+    flags: dict[str, Any] = {"hybrid_layer_pattern": pattern, "pipeline_model_parallel_size": 2}
+    flags |= {"recompute_num_layers": 2, "global_batch_size": 64}
+    if even:
+        load = load_of("nemotron_h_8b", 8, **flags)
+        assert load.virtual == 1 and memory.predict(load).inputs and not memory.lacks(load)
+        return
+    with pytest.raises(ValueError, match=re.escape(", ".join(pattern.split("|")))):
+        load_of("nemotron_h_8b", 8, **flags)
 
 
 @pytest.mark.parametrize(("layers", "stages", "each"), [(32, 4, 4), (32, 2, 2), (12, 2, 3)])

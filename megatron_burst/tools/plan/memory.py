@@ -125,7 +125,7 @@ def _pinned(load: Workload, stage: int) -> int:
         size = load.local_tokens * load.element_bytes * load.model.hidden
         size //= load.tensor if load.sequence_parallel else 1
         pinned += pinned_bytes(size, ceil(waiting * inputs / size))
-    if saved := (hosted_activations(load) - inputs) * load.pipeline / load.model.layers:
+    if saved := (hosted_activations(load) - inputs) * load.pipeline / max(1, load.model.layers):
         wide = load.model.value_head_dim * load.element_bytes
         count = ceil(waiting * load.model.layers / load.pipeline)
         parts = (saved * part / (wide + 4) for part in (wide, 4))

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -27,6 +28,12 @@ _UNEVEN = (
 _REFUSED = {
     "use-torch-fsdp2": "when it gathers weights is not modelled",
     "data-parallel-sharding-strategy": "optim_grads_params alone is",
+    "num-distributed-optimizer-instances": "one alone is",
+    "optimizer": "adam alone is",
+    "exp-avg-dtype": "fp32 alone is",
+    "exp-avg-sq-dtype": "fp32 alone is",
+    "fp4-format": "FP8 alone is",
+    "attention-output-gate": "its gate is not counted",
     "megatron-fsdp-main-params-dtype": "float32 alone is",
     "megatron-fsdp-main-grads-dtype": "the weights' own alone is",
     "fsdp-double-buffer": "it is one of the layers that are alike alone",
@@ -49,6 +56,10 @@ _ALLOWED = {
     "recompute-method": ("uniform",),
     "recompute-granularity": ("full", "selective"),
     "data-parallel-sharding-strategy": ("optim_grads_params",),
+    "num-distributed-optimizer-instances": ("1",),
+    "optimizer": ("adam",),
+    "exp-avg-dtype": ("fp32",),
+    "exp-avg-sq-dtype": ("fp32",),
     "megatron-fsdp-main-params-dtype": ("fp32",),
     "megatron-fsdp-main-grads-dtype": ("auto",),
 }
@@ -103,6 +114,11 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     )
     if load.shards > 1 and element_bytes == 2 and not load.sharded:
         raise ValueError("without --use-distributed-optimizer memory cannot be predicted here")
+    if load.model.mtp and load.pipeline > 1:
+        raise ValueError(
+            f"MTP beside --pipeline-model-parallel-size {load.pipeline} cannot be predicted here: "
+            "the last stage has all of it"
+        )
     if load.fp8 and cluster.fp8_speedup == 1:
         raise ValueError(f"--fp8-format: the GPUs of {cluster.name} have no FP8")
     return load
@@ -211,30 +227,51 @@ def _virtual(given: Flags) -> int:
 
 
 def _parts_of_pattern(given: Flags, stages: int) -> int:
-    """Those of a stage; where no `|` is given, all must have as much attention."""
-    name, pattern = "--hybrid-layer-pattern", str(given["hybrid-layer-pattern"])
+    """Those of a stage; the layers of MTP's heads are in none."""
+    name, pattern = "--hybrid-layer-pattern", str(given["hybrid-layer-pattern"]).partition("/")[0]
     is_parted = "|" in pattern
     if named := [f"--{flag}" for flag in _VIRTUAL[not is_parted :] if flag in given]:
         raise ValueError(
             f"{named[0]}: the | of {name} part a HybridModel, and without them "
             f"--{_VIRTUAL[0]} does; or give --gpt"
         )
-    if is_parted:
-        parts, rest = divmod(pattern.count("|") + 1, stages)
-        if rest:
-            raise ValueError(
-                f"{pattern.count('|') + 1} parts of {name} do not divide over "
-                f"--pipeline-model-parallel-size {stages}"
-            )
+    if not is_parted:
+        parts = whole(given, _VIRTUAL[0])
+        _check_attention(cut(pattern, stages * parts), stages)
         return parts
-    parts = whole(given, _VIRTUAL[0])
-    attention = [part.count("*") for part in cut(pattern.partition("/")[0], stages * parts)]
+    parts, rest = divmod(pattern.count("|") + 1, stages)
+    if rest:
+        raise ValueError(
+            f"{pattern.count('|') + 1} parts of {name} do not divide over "
+            f"--pipeline-model-parallel-size {stages}"
+        )
+    _check_even(pattern.split("|"))
+    return parts
+
+
+def _check_attention(parts: Sequence[str], stages: int) -> None:
+    """Raise ValueError unless all parts of a pattern without `|` have as much attention."""
+    attention = [part.count("*") for part in parts]
     if len(set(attention)) > 1:
         raise ValueError(
-            f"--pipeline-model-parallel-size {stages}: {stages * parts} parts of {name} would "
-            f"have {min(attention)} to {max(attention)} layers of attention; put | between them"
+            f"--pipeline-model-parallel-size {stages}: {len(parts)} parts of "
+            f"--hybrid-layer-pattern would have {min(attention)} to {max(attention)} layers of "
+            "attention; put | between such as have as many"
         )
-    return parts
+
+
+def _check_even(parts: Sequence[str]) -> None:
+    """Raise ValueError unless parts have as many layers of each kind.
+
+    What `cut` makes differs by a layer at the most where attention is even: it is in the commands
+    that are printed, and passes.
+    """
+    known = "*" if parts == cut("".join(parts), len(parts)) else "*-EMG"
+    if len({tuple(map(part.count, known)) for part in parts}) > 1:
+        raise ValueError(
+            "parts of --hybrid-layer-pattern cannot be predicted here unless they have as many "
+            f"layers of each kind: {', '.join(dict.fromkeys(parts))}"
+        )
 
 
 def _modules(given: Flags) -> frozenset[str]:
