@@ -27,6 +27,7 @@ class Part:
     experts: int = 1  # of a layer
     chosen: int = 1  # of them, for each token
     of_experts: int = 0  # of the parameters, those that expert parallelism shares out
+    activated: int = 0  # of what is saved, what the activations of experts make
     at_work: float = 7 / 3  # numbers that live in its backward, over those that it saves within
 
     @property
@@ -205,6 +206,7 @@ def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int, at_w
         experts=experts,
         chosen=chosen,
         of_experts=of_experts,
+        activated=chosen * ffn,
         at_work=at_work,
     )
 

@@ -40,22 +40,25 @@ from megatron_burst.tools.one_rank import EmptyKernel, Silence, context_of
 
 SAVINGS = "chunked_loss", "offload", "mlp", "head_chunks"  # in the order of the ladder
 HOST = "cuda"  # of tensors in its memory
+_BY_LAYERS: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One rank's step: an 8B-shaped model unless said otherwise, full recompute by layers."""
+    """One rank's step: an 8B-shaped model unless said otherwise."""
 
     layers: int = 4
     tokens: int = 131072  # of this rank
     ranks: int = 8  # of the ring, on one node
-    tensor: int = 1  # tensor-parallel size, with sequence parallelism
+    tensor: int = 1  # tensor-parallel size
+    sequence_parallel: bool = True  # where that is more than 1
     hidden: int = 4096
     ffn: int = 14336
     heads: int = 32
     kv_heads: int = 8
     vocabulary: int = 128256
     mlp_chunks_for_training: int = 1  # Megatron's own
+    recompute: str | None = "full"  # by layers; "selective": attention alone
     savings: frozenset[str] = frozenset()  # of SAVINGS
     head_chunks: int | None = None  # with that saving; None: as `auto` has it on a GPU
     fused: bool = False  # saves what the fused layers of TransformerEngine save, by their sources
@@ -159,7 +162,7 @@ def _config(settings: Settings) -> TransformerConfig:
         num_query_groups=settings.kv_heads,
         context_parallel_size=settings.ranks,
         tensor_model_parallel_size=settings.tensor,
-        sequence_parallel=settings.tensor > 1,
+        sequence_parallel=settings.sequence_parallel and settings.tensor > 1,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
@@ -174,9 +177,8 @@ def _config(settings: Settings) -> TransformerConfig:
         apply_rope_fusion=settings.fused,
         use_cpu_initialization=True,
         perform_initialization=False,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
+        recompute_granularity=settings.recompute,
+        **(_BY_LAYERS if settings.recompute == "full" else {}),
     )
 
 

@@ -66,26 +66,47 @@ def test_every_rung_is_within_5_per_cent_of_what_lives_in_a_step() -> None:
     assert found == pytest.approx(counted, rel=0.05)
 
 
-FAST = {(4, 4), (8, 0)}
-STEPS = [(tensor, rung) for tensor in (1, 2, 4, 8) for rung in (0, 4)]
+FAST = {(4, 4, True), (8, 0, True), (8, 4, False)}
+STEPS = [(tensor, rung, True) for tensor in (1, 2, 4, 8) for rung in (0, 4)]
+STEPS += [(tensor, rung, False) for tensor in (2, 4, 8) for rung in (1, 4)]
 
 
 @pytest.mark.parametrize("case", slow_if({*STEPS} - FAST, STEPS))
-def test_tensor_parallel_steps_are_within_5_per_cent_of_the_count(case: tuple[int, int]) -> None:
-    """On 8 GPUs, without savings and with all."""
-    tensor, rung = case
+def test_tensor_parallel_steps_are_within_5_per_cent_of_the_count(
+    case: tuple[int, int, bool],
+) -> None:
+    """On 8 GPUs, without savings, with the loss in chunks or with all; last: sequence-parallel."""
+    tensor, rung, shares_rows = case
     pytest.importorskip("megatron.core.models.gpt")
     from step_memory import SAVINGS, Settings, measure
 
     tokens, ranks = 131072, 8 // tensor
     sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": ranks}
-    more = {"sequence_parallel": True} if tensor > 1 else {}
+    more = {"sequence_parallel": shares_rows and tensor > 1}
     flags = given("llama3_8b", num_layers=2, lm_head_memory_mb=512, **sizes, **more)
     _, asked = list(savings.rungs(flags))[rung]
     found = memory.predict(workload_of(ladder.sized(asked, tokens * ranks), H100, 8))
-    step = Settings(2, tokens, ranks, tensor, savings=frozenset(SAVINGS[:rung]))
+    step = Settings(2, tokens, ranks, tensor, **more, savings=frozenset(SAVINGS[:rung]))
     counted = measure(step).peak
     assert found.inputs + max(found.layer, found.loss) == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [None, "selective"])
+@pytest.mark.parametrize(("tensor", "shares_rows"), [(1, True), (4, True), (4, False)])
+def test_what_a_layer_saves_is_within_1_per_cent_of_the_count(
+    tensor: int, shares_rows: bool, recompute: str | None
+) -> None:
+    """Without recompute and with that of attention alone, which takes more."""
+    pytest.importorskip("megatron.core.models.gpt")
+    from step_memory import Settings, shares
+
+    sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": 8 // tensor}
+    more = {"sequence_parallel": shares_rows and tensor > 1}
+    flags = given("llama3_8b", num_layers=1, recompute_granularity=recompute, **sizes, **more)
+    load = workload_of(ladder.sized(flags, 131072 * 8 // tensor), H100, 8)
+    step = Settings(2, 131072, 8 // tensor, tensor, **more, recompute=recompute, fused=True)
+    assert memory.predict(load).inputs == pytest.approx(shares(step)[1]["forward"], rel=0.01)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Models beside dense GPTs, and the search over sizes: by hand and by what it finds. (fast)"""
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -175,6 +176,14 @@ def test_experts_are_shared_out_and_their_tokens_are_sent() -> None:
     assert weights[0] - weights[1] == pytest.approx(2 * 7 / 8 * model.expert_parameters, rel=1e-6)
     waits = [step.weights_seconds(each, 0.0) for each in (alone, spread)]
     assert waits[1] < 0.3 * waits[0], "each rank has an eighth of the experts"
+    # Each rank updates an eighth of the model either way, and sends as much from the host and back.
+    quick = replace(H100, within_rate=math.inf)
+    for each in (alone, spread):
+        seconds = step.weights_seconds(replace(each, cluster=quick), 0.0)
+        assert seconds == pytest.approx(32 * model.parameters / 8 / H100.memory_rate)
+        copied = step.host_copies(replace(each, offload=1.0), 0.0, 0.0).seconds
+        numbers = model.parameters / 8 * (each.gradient_bytes + 2)
+        assert copied == pytest.approx(numbers / H100.host_rate)
     slow = replace(spread, cluster=replace(H100, within_rate=1e9))
     moved = 32768 * 2 * 8 * 2048 * 2 * 7 / 8  # to 8 experts and back, of 8 ranks
     more = step.layers_seconds(slow) - step.layers_seconds(spread)
@@ -464,6 +473,10 @@ def test_all_nics_of_a_node_carry_its_ring_of_gradients() -> None:
     assert step.weights_seconds(halved, 0.0) == pytest.approx(moved * 28 / 31 / 4 / 22e9)
     wide = replace(free, cluster=replace(free.cluster, gpus_per_nic=1, nic_rate=45e9))
     assert step.weights_seconds(wide, 0.0) == pytest.approx(moved / 160e9)
+    # Weights are gathered three times and gradients scattered for each of four micro-batches.
+    sharded = replace(free, zero3=True, sequences=4)
+    moved = 4 * own * (load.gradient_bytes + 3 * 2) * 31 / 32
+    assert step.weights_seconds(sharded, 0.0) == pytest.approx(moved / 88e9)
 
 
 def experts_of(tensor: int, experts: int, dispatcher: str = "alltoall", **more: int) -> Workload:
@@ -490,6 +503,14 @@ def test_ranks_of_an_expert_gather_what_comes_to_it() -> None:
     sent = tokens * 2 * 8 * hidden * 2
     times = [step._exchanged(load, part) for load in (whole, cut)]
     assert times == pytest.approx([sent * 3 / 4 / 360e9, sent * (3 / 4 + 1) / 360e9])
+
+
+def test_experts_drop_what_their_activations_make_alone() -> None:
+    """moe_act: 8 times 768 numbers of a token, nothing of what the dispatcher moves."""
+    load = experts_of(1, 8)
+    dropped = replace(load, selective=load.selective | {"moe_act"})
+    less = memory.predict(load).inputs - memory.predict(dropped).inputs
+    assert less == 48 * load.local_tokens * 2 * 8 * 768
 
 
 def test_a_dispatcher_without_all_to_alls_gathers_every_token() -> None:

@@ -20,7 +20,7 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.reading import workload_of
-from megatron_burst.tools.plan.search import Wish, search
+from megatron_burst.tools.plan.search import Wish, _savings, search
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
@@ -136,15 +136,18 @@ def test_visiting_queries_cost_a_surrogate_for_their_outputs(
 
 
 def test_a_part_of_the_forward_runs_again() -> None:
-    def again(fraction: float | None) -> float:
+    def again(fraction: float | None, **recompute: Any) -> float:
         layout = {"layout": "segmented-zigzag"} if fraction == 0.5 else {}
         config = {"algorithm": "burst", "recompute_fraction": fraction, **layout}
-        load = replace(workload(cluster(), 4, **config), recompute=True)
+        load = replace(workload(cluster(), 4, **config), **recompute)
         forward, second, _ = timing.attention_passes(load)
         return second.kernels / forward.kernels
 
-    assert [again(None), again(1), again(0)] == [1, 1, 0]
-    assert again(0.5) == pytest.approx(0.25, rel=0.01)
+    of_attention = frozenset({"core_attn"})
+    for more in ({"recompute": True}, {"selective": of_attention}):
+        assert [again(part, **more) for part in (None, 1, 0)] == [1, 1, 0]
+        assert again(0.5, **more) == pytest.approx(0.25, rel=0.01)
+    assert again(None, selective=frozenset({"mlp"})) == 0
 
 
 def test_memory_is_counted_part_by_part() -> None:
@@ -159,11 +162,16 @@ def test_memory_is_counted_part_by_part() -> None:
     whole = memory.predict(replace(load, sharded=False, element_bytes=4))
     assert whole.optimizer == 8 * parameters, "without --use-distributed-optimizer, in float32"
     kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
-    assert memory.predict(kept).saved == TOKENS * HEADS * (DIM * 2 + 4)
+    attention = replace(kept, recompute=False, selective=frozenset({"core_attn"}))
+    for each in (kept, attention):
+        assert memory.predict(each).saved == TOKENS * HEADS * (DIM * 2 + 4)
     logits = memory.predict(replace(load, chunked_loss=False))
     assert logits.loss == TOKENS * (100 * 6 + 2 * 32 * 2)
     stored = memory.predict(replace(load, recompute=False)).inputs
-    assert stored == TOKENS * 2 * (5 * 32 + 6 * HEADS * DIM + 2 * 128)
+    # Norms and sums; q, k, v and the output; the MLP's two products.
+    assert stored == TOKENS * 2 * (4 * 32 + 4 * HEADS * DIM + 2 * 128)
+    # A second pass of attention starts from q, k and v before rotary, whose v it has already.
+    assert memory.predict(attention).inputs == stored + TOKENS * 2 * 2 * HEADS * DIM
     fsdp = memory.predict(replace(load, zero3=True))
     assert fsdp.gathered == 2 * (2 * 32 * 100 + 2 * (parameters - 2 * 32 * 100))  # all of it
     halved = replace(load, offload=0.5)
@@ -418,8 +426,10 @@ def test_what_a_run_says_can_be_taken_back() -> None:
     assert not load("--lm-head-loss megatron").chunked_loss
     assert not load("--no-recompute-granularity").recompute
     selective = asked(f"{words} --recompute-granularity selective")
-    (way,) = rank({**selective, "context-parallel-size": 1}, machine, 1, [0, 1])[:1]
-    assert "--recompute-method" not in way.command(), "Megatron refuses it there"
+    ways = rank({**selective, "context-parallel-size": 1}, machine, 1, [0, 1])
+    assert "--recompute-method" not in ways[0].command(), "Megatron refuses it there"
+    assert {way.fraction for way in ways} == {"0", "1"}, "attention is recomputed"
+    assert {"recompute-attention-fraction": 0} in _savings(selective, [0])
 
 
 def test_a_search_leaves_alone_what_is_taken_back() -> None:

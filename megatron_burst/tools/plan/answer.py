@@ -123,7 +123,7 @@ def _kept(
     pasted: Pasted, changed: Change, ours: Candidate | str, left: Sequence[Finding]
 ) -> Candidate | None:
     """Its step with attention kept, where that fits, is faster, and no other error stops it."""
-    if isinstance(ours, str) or not ours.load.recompute or _KEPT.keys() & ours.flags.keys():
+    if isinstance(ours, str) or not ours.load.repeats_attention or _KEPT.keys() & ours.flags.keys():
         return None
     more = replace(changed, add={**changed.add, **_KEPT})
     step = _predicted(pasted, more.of)

@@ -8,8 +8,8 @@ from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.communicators import uses
 from megatron_burst.tools.plan.states import HOSTED_BYTES, gathered, states
+from megatron_burst.tools.plan.working_set import between_projections, working_set
 from megatron_burst.tools.plan.working_set import gathered as of_all_ranks
-from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Ring, Workload
 from megatron_burst.transport.host import pinned_bytes
 
@@ -81,7 +81,7 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     model, tensor, e, tokens = load.model, load.tensor, load.element_bytes, load.local_tokens
     weights, gradients, optimizer, _ = states(load, stage)
     fraction, (heads, _) = load.config.recompute_fraction, load.heads
-    saved = 0.0 if fraction is None or not load.recompute else 1 - fraction
+    saved = 0.0 if fraction is None or not load.repeats_attention else 1 - fraction
     kept = 0.0 if load.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
     logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
     # The last layer's output and its norm, and with the loss's chunks their gradient.
@@ -178,14 +178,17 @@ def _saved(load: Workload, name: str) -> float:
     """Numbers of a token that a rank saves of a layer that is not recomputed whole."""
     model, part, modules = load.model, load.model.parts[name], load.selective
     # Without sequence parallelism every rank has all of what norms and sums see.
-    around = (3 if name == "attention" else 2) * model.hidden
+    around = 2 * model.hidden
     inside = part.saved - around + of_all_ranks(load, name)
+    if name == "attention":
+        inside = between_projections(load)
     if name == "attention" and "core_attn" in modules:
-        inside -= model.heads * model.value_head_dim
+        # Its second pass needs what rotary was made of, too: v lies in the same tensor.
+        inside += (model.heads + model.kv_heads) * model.head_dim
     if name == "mlp" and "mlp" in modules or name == "experts" and "moe" in modules:
         inside = 0
     elif name == "experts" and "moe_act" in modules:
-        inside -= inside // (3 if model.gated else 2)
+        inside -= part.activated
     if "layernorm" in modules:
         around -= model.hidden
     return around / (load.tensor if load.sequence_parallel else 1) + inside / load.tensor

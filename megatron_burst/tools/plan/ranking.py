@@ -82,7 +82,7 @@ class Candidate:
     @property
     def fraction(self) -> str:
         """ρ, for a table."""
-        return str(self.flags.get(_FRACTION, 1)) if self.load.recompute else "-"
+        return str(self.flags.get(_FRACTION, 1)) if self.load.repeats_attention else "-"
 
     @property
     def is_usual(self) -> bool:
@@ -146,11 +146,12 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
     Ways of which the same is predicted are one: most of them make the same plans.
 
     A fraction between 0 and 1, which cuts the sequence into more tiles, is predicted only of the
-    ways that are best without it. Fractions have an effect where layers are recomputed; flags that
-    `unchosen` leaves out are replaced.
+    ways that are best without it. Fractions have an effect where attention is recomputed; flags
+    that `unchosen` leaves out are replaced.
     """
     flags = unchosen(given)
-    if flags.get("recompute-granularity") != "full":
+    load = workload_of(flags, cluster, gpus)
+    if not load.repeats_attention:
         fractions = ()
 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
@@ -167,7 +168,7 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
                 raise
 
     simple = [fraction for fraction in fractions if fraction in (0, 1)] or [*fractions, None][:1]
-    ways = list(_ways(workload_of(flags, cluster, gpus)))
+    ways = list(_ways(load))
     candidates = sorted(chain.from_iterable(map(possible, ways)), key=_place)
     best = candidates[: _FINALISTS * len(simple)]
     chosen = [way for way in ways if any(way.items() <= each.flags.items() for each in best)]

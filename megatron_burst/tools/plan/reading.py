@@ -77,7 +77,6 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     _refuse(given)
     element_bytes, gradient_bytes = _widths(given)
     chunking, fsdp = loss_chunking(given), bool(given.get("use-megatron-fsdp"))
-    granularity = given.get("recompute-granularity")
     load = Workload(
         model=model_of(given),
         cluster=cluster,
@@ -96,8 +95,8 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         config=config_of(BurstConfig, given),
         window=window_of(given),
         documents=_documents(given),
-        recompute=granularity == "full",
-        selective=_modules(given) if granularity == "selective" else frozenset(),
+        recompute=given.get("recompute-granularity") == "full",
+        selective=selective_modules(given),
         chunked_loss=chunking is not None,
         recompute_offload=config_of(LayerConfig, given).recompute_offload,
         mlp_chunks=_mlp_chunks(given),
@@ -274,8 +273,10 @@ def _check_even(parts: Sequence[str]) -> None:
         )
 
 
-def _modules(given: Flags) -> frozenset[str]:
-    """What --recompute-modules names, Megatron's default if nothing."""
+def selective_modules(given: Flags) -> frozenset[str]:
+    """Return what selective recompute repeats, Megatron's default if nothing is named."""
+    if given.get("recompute-granularity") != "selective":
+        return frozenset()
     named = given.get("recompute-modules") or ["core_attn"]
     if named is True:
         raise ValueError("--recompute-modules names none")

@@ -24,7 +24,7 @@ from megatron_burst.tools.plan.ranking import (
     recomputing,
     unchosen,
 )
-from megatron_burst.tools.plan.reading import workload_of
+from megatron_burst.tools.plan.reading import selective_modules, workload_of
 from megatron_burst.tools.plan.savings import FSDP, INPUTS, MLP_CHUNKS, OPTIMIZER
 from megatron_burst.tools.plan.workload import Workload
 
@@ -216,14 +216,15 @@ def _savings(flags: Flags, fractions: Sequence[float]) -> Iterator[dict[str, Any
         states += [saving for name, saving in names.items() if name not in flags]
     full = flags.get("recompute-granularity") == "full"
     inputs = [{}, INPUTS] if full and not INPUTS.keys() & flags.keys() else [{}]
-    for state, fraction, each in product(states, sorted(fractions) if full else (None,), inputs):
+    repeats = full or "core_attn" in selective_modules(flags)
+    for state, fraction, each in product(states, sorted(fractions) if repeats else (None,), inputs):
         yield {**state, **recomputing(fraction), **each}
 
 
 def _bound(load: Workload) -> float:
     """Return GPU seconds a token at the least: no message of attention is waited for."""
     fraction = load.config.recompute_fraction
-    again = 0.0 if not load.recompute else 1.0 if fraction is None else fraction**2
+    again = 0.0 if not load.repeats_attention else 1.0 if fraction is None else fraction**2
     forward, backward = (_kernel_seconds(load, backward=way) for way in (False, True))
     seconds = step.computing_seconds(load, (1 + again) * forward + backward)
     return seconds * load.gpus / (load.sequences * load.tokens)

@@ -96,7 +96,7 @@ def host_copies(load: Workload, stage: float, computed: float) -> Copies:
     one_way, inputs = hosted_activations(load) / rate, hosted_inputs(load) / rate
     exposed = max(0.0, one_way - stage / 4) + max(0.0, one_way - inputs - stage * 3 / 4)
     exposed += max(0.0, inputs - min(stage * 3 / 4, _behind_attention(load)))
-    states = load.offload * _own(load) / load.shards * (load.gradient_bytes + load.element_bytes)
+    states = load.offload * _updated(load) * (load.gradient_bytes + load.element_bytes)
     waited = max(0.0, states / rate - computed) if load.zero3 else states / rate
     batches, updated = load.micro_batches, load.cluster.update_seconds * hosted_parameters(load)
     return Copies(2 * one_way * batches + states / rate, exposed * batches + waited + updated)
@@ -214,24 +214,25 @@ def weights_seconds(load: Workload, hidden_behind: float) -> float:
 
     Those of experts go around the ranks that have the same experts.
     """
-    own = _own(load)
-    experts = load.model.expert_parameters / (load.expert * load.expert_tensor * load.pipeline)
-    moved = _around(load, own - experts, load.shards, load.tensor)
+    dense, experts = _own(load)
+    moved = _around(load, dense, load.shards, load.tensor)
     moved += _around(load, experts, load.expert_shards, load.expert * load.expert_tensor)
-    updated = (1 - load.offload) * own / (load.shards if load.sharded else 1)
+    updated = (1 - load.offload) * _updated(load)
     return max(0.0, moved - hidden_behind) + _UPDATE_BYTES * updated / load.cluster.memory_rate
 
 
 def _around(load: Workload, parameters: float, ranks: int, apart: int) -> float:
     """Seconds in which gradients and weights go around so many ranks, each `apart` from the next.
 
-    Gradients are scattered and weights gathered, or gradients scattered and gathered.
+    Gradients are scattered and weights gathered, or gradients scattered and gathered; once a step,
+    or for every micro-batch where a rank keeps no weights but its own.
     """
     if ranks == 1:
         return 0.0
     gathers = (3 if load.recompute else 2) if load.zero3 else 1
     returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
     moved = parameters * (load.gradient_bytes + returning) * (ranks - 1) / ranks
+    moved *= load.micro_batches if load.zero3 else 1
     return moved / _ring_rate(load, ranks, apart)
 
 
@@ -243,8 +244,14 @@ def _ring_rate(load: Workload, ranks: int, apart: int) -> float:
     return min(machine.within_rate, in_node * machine.nic_rate / machine.gpus_per_nic)
 
 
-def _own(load: Workload) -> float:
-    """The parameters of a rank, as if stages had as many."""
+def _own(load: Workload) -> tuple[float, float]:
+    """The parameters of a rank, and beside them those of experts, as if stages had as many."""
     experts = load.model.expert_parameters
-    dense = (load.model.parameters - experts) / load.tensor
-    return (dense + experts / (load.expert * load.expert_tensor)) / load.pipeline
+    dense = (load.model.parameters - experts) / load.tensor / load.pipeline
+    return dense, experts / (load.expert * load.expert_tensor) / load.pipeline
+
+
+def _updated(load: Workload) -> float:
+    """Of them, those whose optimizer a rank has, on the GPU or on the host."""
+    dense, experts = _own(load)
+    return dense / load.shards + experts / load.expert_shards if load.sharded else dense + experts

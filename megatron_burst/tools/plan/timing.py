@@ -64,13 +64,13 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
         return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
 
     again = Pass()
-    if (load.recompute and fraction is None) or "core_attn" in load.selective:
+    if load.repeats_attention and fraction is None:
         again = of(load.ring)
-    elif load.recompute and fraction:
+    elif load.repeats_attention and fraction:
         stop = boundary(load.ring.layout, fraction)
         early = None if stop == load.ring.layout.tokens else stop
         again = of(replace(load.ring, mask=replace(load.ring.mask, query_stop=early)))
-    elif load.recompute:
+    elif load.repeats_attention:
         again = heads  # the results are saved, but heads and tokens change places again
     return of(load.ring), again, of(load.ring, backward=True)
 

@@ -13,22 +13,24 @@ def working_set(load: Workload) -> int:
     """Return the bytes at the layer's MLP, at attention or, under tensor parallelism, between."""
     model, a_token = load.model, load.local_tokens * load.element_bytes
     hidden = a_token * model.hidden
-    kept = a_token * _kept(load)
-    at_mlp = _HIDDEN * hidden + kept + _inside_others(load)
+    kept = a_token * between_projections(load)
+    around = hidden // (load.tensor if load.sequence_parallel else 1)
+    at_mlp = _HIDDEN * around + (kept + _inside_others(load)) // load.tensor
     # In chunks, the MLP's output is not made again.
-    at_attention = (_HIDDEN - (load.mlp_chunks > 1)) * hidden + kept
-    most = max(at_mlp // load.tensor, at_attention // load.tensor + _attention(load))
+    at_attention = (_HIDDEN - (load.mlp_chunks > 1)) * around + kept // load.tensor
+    most = max(at_mlp, at_attention + _attention(load))
     most += load.local_tokens * model.head_dim * _ROTARY_BYTES
     if load.tensor == 1:
         return int(most)
-    # What is gathered, and a product that is not summed over the ranks yet; q, k and v twice.
+    gathered = hidden if load.sequence_parallel else 0
+    # A product that is not summed over the ranks yet; q, k and v twice.
     fused = a_token * (2 * model.heads + model.kv_heads) * model.head_dim
-    summed = 2 * hidden + ((_HIDDEN - 1) * hidden + kept + fused) // load.tensor
-    return int(max(hidden + most, summed))
+    summed = hidden + (_HIDDEN - 1) * around + (kept + fused) // load.tensor
+    return int(gathered + max(most, summed))
 
 
-def _kept(load: Workload) -> int:
-    """Numbers of a token between the projections: q, k, v and the output."""
+def between_projections(load: Workload) -> int:
+    """Numbers of a token in attention: q, k, v and the output."""
     model = load.model
     if model.latents:
         return model.parts["attention"].saved - 3 * model.hidden if model.layers else 0

@@ -158,6 +158,11 @@ class Workload:
         return self.model.heads // self.tensor, max(self.model.kv_heads // self.tensor, 1)
 
     @property
+    def repeats_attention(self) -> bool:
+        """Whether its forward runs again in the backward, or what of it is not kept."""
+        return self.recompute or "core_attn" in self.selective
+
+    @property
     def head_parallel(self) -> int:
         """U, over how many ranks the heads are spread; 1 where it is left to the training."""
         ulysses = self.config.algorithm is Algorithm.ULYSSES
