@@ -303,8 +303,12 @@ def judge(workers: WorkerPool, case: Case) -> str:
     refusals = {rank: reply for rank, reply in enumerate(replies) if isinstance(reply, str)}
     if refusals:
         return "refused" if len(refusals) == len(replies) else f"refused on some ranks: {refusals}"
+    wanted = {name for name in case.shapes if name not in case.frozen}.union(*replies)
+    wanted |= {"lse"} if case.kind == "attention" else set()
+    if missing := sorted({name for reply in replies for name in wanted - reply.keys()}):
+        return f"missing {', '.join(missing)}"
     expected, wrong = case.expected(), []
-    for name in replies[0]:
+    for name in sorted(wanted):
         right = expected[name.removesuffix(" before")]
         whole = case.join(name, [reply[name] for reply in replies])
         off = oracle.relative_error(whole, right, LEAST * whole.numel() ** 0.5)

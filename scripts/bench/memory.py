@@ -13,7 +13,7 @@ under a window, for that of so many tokens would take a CPU hours:
   touched or not: harder than one on resident memory, and any user may set it.
 
 No time is measured, so the machine may be busy; what is finished is kept in --runs, and an
-interrupted series goes on. --recompute-offload is left out:
+interrupted series of the same sizes and commit goes on. --recompute-offload is left out:
 the memory of a CPU is the host's, so that the copy counts as well.
 """
 
@@ -34,6 +34,7 @@ from typing import NamedTuple
 from harness import MIB, Flags, Row, origin, progress, publish, table
 
 GIB = 2**30
+SIZES = {"tokens": 65536, "hidden": 128, "limited_tokens": 131072, "limit": 8192, "steps": 20}
 MODULE = ("-m", "megatron_burst.pretrain")
 COUNTED = """
 from megatron_burst.pretrain import main
@@ -101,15 +102,16 @@ def train(flags: str, tokens: int, how: Sequence[str] = MODULE, limit: int = 0) 
     return Training(status != 0, used.ru_maxrss * 1024, losses, text)
 
 
-def kept(folder: Path, name: str, measure: Callable[[], Row]) -> Row:
-    """Return what was measured before, if it was."""
+def kept(folder: Path, name: str, measure: Callable[[], Row], of: Row) -> Row:
+    """Return what was measured before, if it was of the same sizes and commit."""
     file = folder / f"{re.sub(r'[^a-z]+', '-', name.lower())}.json"
-    if not file.exists():
-        row = measure()
-        progress(f"{name}: {row}")
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if found.get("of") != of:
+        found = {"of": of, "row": measure()}
+        progress(f"{name}: {found['row']}")
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(row))
-    return dict(json.loads(file.read_text()))
+        file.write_text(json.dumps(found))
+    return dict(found["row"])
 
 
 def saved(args: argparse.Namespace, data: str, name: str) -> Row:
@@ -167,9 +169,8 @@ count as well.
 
 def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
     made = Flags(__doc__)
-    numbers = {"tokens": 65536, "hidden": 128, "limited-tokens": 131072, "limit": 8192, "steps": 20}
-    for name, number in numbers.items():
-        made.add_argument(f"--{name}", type=int, default=number)
+    for name, number in SIZES.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=number)
     made.add_argument("--runs", type=Path, default=Path("runs/memory"))
     return made.read(given)
 
@@ -177,13 +178,14 @@ def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = flags()
     here = origin()
+    of = {"commit": here["commit"], **{name: getattr(args, name) for name in SIZES}}
     with tempfile.TemporaryDirectory() as folder:
         corpus = [sys.executable, "-m", "megatron_burst", "corpus", "--output", folder]
         subprocess.run(corpus, check=True, stdout=subprocess.DEVNULL)
         data = f"--data-path {folder}/corpus --data-cache-path {folder}"
         measures = {f"MLPs {name}": partial(saved, args, data, name) for name in MLPS}
         measures |= {f"limit, {name}": partial(limited, args, data, name) for name in SAVINGS}
-        rows = [kept(args.runs, name, measure) for name, measure in measures.items()]
+        rows = [kept(args.runs, name, measure, of) for name, measure in measures.items()]
     tables = {"chunks": _chunks(rows[: len(MLPS)]), "limits": _limits(rows[len(MLPS) :])}
     publish(args, "memory", PAGE, rows, here, **tables)
 

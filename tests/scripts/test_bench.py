@@ -162,6 +162,37 @@ def test_memory_of_trainings_and_a_limit(tmp_path: Path, monkeypatch: pytest.Mon
     assert "| all | fits | 1 |" in again
 
 
+def test_memory_keeps_rows_of_the_same_sizes_and_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import memory
+
+    trained: list[int] = []
+    shown: list[int] = []
+
+    def train(flags: str, tokens: int, *_: object, limit: int = 0) -> memory.Training:
+        trained.append(tokens)
+        return memory.Training(False, 10, [], f"counted peak: {tokens}")
+
+    def measure(commit: str, tokens: int) -> int:
+        """Run it; return how many trainings that took."""
+        words = ["memory.py", "--runs", str(tmp_path), "--tokens", str(tokens)]
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(memory, "origin", lambda: {"commit": commit})
+        trained.clear()
+        memory.main()
+        return len(trained)
+
+    monkeypatch.setattr(memory, "train", train)
+    monkeypatch.setattr(memory.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(memory, "_chunks", lambda _: "")
+    monkeypatch.setattr(memory, "publish", lambda *given, **_: shown.append(given[3][0]["counted"]))
+    every = 2 * len(memory.MLPS) + len(memory.SAVINGS)
+    asked = [("a", 64), ("a", 64), ("a", 32), ("b", 32)]
+    assert [measure(*each) for each in asked] == [every, 0, every, every]
+    assert shown == [64, 64, 32, 32]
+
+
 def test_attention_has_a_row_for_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def parser() -> options.Parser:
     text += "...'; what a variant runs is put behind it"
     add("--launcher", default="", metavar="COMMAND", help=text)
     add("--peak-tflops", type=float, help="of one device, for the MFU (default: by its name)")
-    add("--judged-steps", type=int, default=20, metavar="N", help="default: 20")
+    add("--judged-steps", type=number, default=20, metavar="N", help="default: 20")
     add("--tolerance", type=float, help="default: 1e-4, under --bf16 and --fp16 1e-2")
     text = "do not profile steps 2 and 3; a training of fewer than 4 needs it"
     add("--no-trace", action="store_true", help=text)

@@ -1,5 +1,7 @@
 """The command line of `megatron-burst doctor`."""
 
+from argparse import ArgumentTypeError
+
 from megatron_burst.tools import options
 
 _DTYPES = "bfloat16", "float16", "float32"
@@ -42,5 +44,7 @@ def _capability(text: str) -> tuple[int, int]:
 
 def _sizes(text: str) -> tuple[int, int, int, int]:
     heads, kv_heads, size, *more = map(options.positive, text.split(","))
+    if heads % kv_heads:
+        raise ArgumentTypeError(f"{heads} heads are no multiple of {kv_heads} kv heads")
     (value_size,) = more or [size]
     return heads, kv_heads, size, value_size

@@ -6,13 +6,14 @@ from math import ceil
 
 import torch
 
+from megatron_burst.plugin.limits import MEGATRON
 from megatron_burst.tools.doctor.launch_line import Target
 from megatron_burst.tools.doctor.report import Finding, Level
-from megatron_burst.tools.flags import arguments, parsed
+from megatron_burst.tools.flags import Flags, arguments, parsed
 from megatron_burst.tools.plan import memory, step
-from megatron_burst.tools.plan.advice import savings_that_fit
+from megatron_burst.tools.plan.advice import remedies, savings_that_fit
 from megatron_burst.tools.plan.configs import Configs
-from megatron_burst.tools.plan.pasted import complete
+from megatron_burst.tools.plan.pasted import as_it_stands, as_one_document, complete
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
 
@@ -29,15 +30,17 @@ def findings(
         return
     machine, gpus = configs.cluster(name), target.nodes * target.ranks_per_node
     given = parsed(words)
-    assumed = complete(given, gpus)
+    assumed = [*complete(given, gpus), *(packed := as_one_document(given))]
     try:
+        if not _has_our_attention(given):
+            given = as_it_stands(given)
         load = workload_of(given, machine, gpus)
         lacks = memory.lacks(load)
     except ValueError as reason:  # what is not modelled is no fault of the command line
         yield Finding("memory", Level.NOTE, f"its memory was not predicted: {reason}")
         return
     if not lacks:
-        yield from _slow_steps(args, load)
+        yield from _slow_steps(args, load) if not packed else ()  # which take less time
         return
     text = "; ".join((f"{_told(load, lacks)} on {machine.name}", *assumed))
     if lacks == "host":
@@ -46,8 +49,16 @@ def findings(
     if added := savings_that_fit(given, machine, gpus):
         yield Finding("memory", Level.WARNING, text, " ".join(arguments(added)))
         return
-    remedy = "more GPUs, or a look at megatron-burst plan --ladder"
-    yield Finding("memory", Level.WARNING, f"{text}, nor with all savings", remedy)
+    if load.recompute:
+        text += ", nor with all savings"
+    others = (*remedies(load), "a look at megatron-burst plan --ladder")
+    yield Finding("memory", Level.WARNING, text, ", or ".join(others))
+
+
+def _has_our_attention(given: Flags) -> bool:
+    named = given.get("context-parallel-algo")
+    is_ours = named or any(name.startswith("burst-") for name in given)
+    return bool(is_ours) and named != MEGATRON
 
 
 def _slow_steps(args: Namespace, load: Workload) -> Iterator[Finding]:

@@ -44,7 +44,8 @@ def nothing_fits(candidates: Sequence[Candidate]) -> str:
         )
     return (
         f"nothing fits: at least {least.memory.total / _GIB:.0f} GiB are needed, {cluster.name} "
-        f"has room for {memory.usable(cluster) / _GIB:.0f}: {', or '.join(_remedies(least))}"
+        f"has room for {memory.usable(cluster) / _GIB:.0f}: {', or '.join(_remedies(least))}, or "
+        "--search for what does"
     )
 
 
@@ -52,12 +53,16 @@ def _remedies(least: Candidate) -> Iterator[str]:
     load = least.load
     if added := savings_that_fit(least.flags, load.cluster, load.gpus):
         yield f"{' '.join(arguments(added))}, with which it fits"
-    elif not load.recompute:
+    yield from remedies(load, is_saved=bool(added))
+
+
+def remedies(load: Workload, *, is_saved: bool = False) -> Iterator[str]:
+    """Yield what helps beside savings; recompute where these are not enough."""
+    if not (load.recompute or is_saved):
         yield "--recompute-granularity full"
     yield "more GPUs"
     if may_be_wider(load):
         yield "a larger --tensor-model-parallel-size"
-    yield "--search for what does"
 
 
 def may_be_wider(load: Workload) -> bool:

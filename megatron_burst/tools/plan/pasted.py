@@ -81,8 +81,8 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
         flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
     assumed = complete(flags, gpus)
     keeps = given.documents or given.search is not None or given.ladder  # in what these print
-    if not keeps and flags.pop("dataloader-inter-document-masking", False):
-        assumed.append("a sequence is taken for one document: plan --documents N says their mean")
+    if not keeps:
+        assumed += as_one_document(flags)
     return Pasted(words, line, flags, cluster, gpus, "; ".join(assumed))
 
 
@@ -96,6 +96,13 @@ def complete(flags: dict[str, Any], gpus: int) -> list[str]:
     tokenizer = str(flags.get("tokenizer-type"))
     flags["vocab-size"] = _VOCABULARY.get(tokenizer, _USUAL_VOCABULARY)
     return [f"--vocab-size {flags['vocab-size']} is assumed: no tokenizer is read here"]
+
+
+def as_one_document(flags: dict[str, Any]) -> list[str]:
+    """Take a sequence for one document; return what is guessed by that."""
+    if flags.pop("dataloader-inter-document-masking", False):
+        return ["a sequence is taken for one document: plan --documents N says their mean"]
+    return []
 
 
 def _sequences(flags: Flags, gpus: int) -> int:

@@ -188,3 +188,29 @@ def test_a_first_step_that_outlasts_the_time_limit() -> None:
     assert not found(int(one.remedy.split()[1]))
     del flags["global-batch-size"]  # then one: these GPUs are one data-parallel rank
     assert not found(10)
+
+
+def test_memory_of_documents_and_of_megatrons_own_attention_is_judged() -> None:
+    """An 8B model without recompute, for which no saving is enough, and full recompute is."""
+    configs, target = Configs.read(), Target(8, 8, (9, 0))
+    flags = configs.flags_of("_long") | configs.model("llama3_8b") | {"seq-length": 131072}
+    flags |= {"context-parallel-size": 8, "global-batch-size": 64}
+
+    def found(**more: object) -> list[Finding]:
+        given = flags | {name.replace("_", "-"): value for name, value in more.items()}
+        args = argparse.Namespace(distributed_timeout_minutes=10)
+        return [*memory.findings(args, arguments(given), target, "h100")]
+
+    for more in (
+        {},
+        {"dataloader_inter_document_masking": True},
+        {"context_parallel_algo": "megatron", "cp_comm_type": "a2a"},
+        {"context_parallel_algo": "burst"},
+    ):
+        assert not found(**more)
+        (one,) = found(**more, recompute_granularity=False)
+        assert one.level is Level.WARNING and one.remedy.startswith("--recompute-granularity full")
+        assert "that may be counted on h100" in one.text and "nor with" not in one.text
+        assert ("one document" in one.text) == ("dataloader_inter_document_masking" in more)
+    (one,) = found(seq_length=2**25, max_position_embeddings=2**25)
+    assert one.text.endswith(", nor with all savings") and one.remedy.startswith("more GPUs, or")
