@@ -128,7 +128,8 @@ def check(
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
     """Return a mask of a sequence for our attention, and the same for the reference."""
-    bounds = [0, 1, tokens // 3 + 1, tokens]  # of documents: a token, about a third, and the rest
+    # Of documents: a token, about a third and the rest, as far as there are tokens.
+    bounds = sorted({0, 1, tokens // 3 + 1, tokens})
     blocks = next(n for n in (8, 4, 2, 1) if tokens % n == 0)
     table = torch.eye(blocks, dtype=torch.bool)  # each block sees itself and the first
     table[:, 0] = True

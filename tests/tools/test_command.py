@@ -13,6 +13,7 @@ from megatron_burst.kernels import KERNELS
 from megatron_burst.tools import command, options
 from megatron_burst.tools.arguments import verify
 from megatron_burst.tools.command import VERBS, main
+from megatron_burst.tools.verify import masks
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,29 @@ def test_a_flag_in_the_wrong_place_is_shown_its_own(
     with pytest.raises(SystemExit):
         main(["plan", "--model", "7b", *words.split()])
     assert f"error: unrecognized arguments: {words}; {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan --model 7b --search --ladder", "--ladder: not allowed with argument --search"),
+        ("compare --judged-steps 0", "argument --judged-steps: 0 is not positive"),
+        ("doctor --shape 30,8,128", "30 heads are no multiple of 8 kv heads"),
+    ],
+)
+def test_words_that_cannot_be_meant_are_refused_at_once(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 256])
+def test_verify_draws_documents_of_any_number_of_tokens(tokens: int) -> None:
+    ours, reference = masks("window+documents", tokens)
+    assert ours.documents and ours.documents[-1] == tokens
+    assert (*ours.documents,) == (*reference.cu_seqlens.tolist(),)
 
 
 def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:

@@ -254,6 +254,22 @@ def test_a_comparison_goes_on_where_it_stopped(
     assert other.is_finished(reference), "Megatron's own is not traced: its command is the same"
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_launcher_may_start_megatrons_own_where_there_are_gpus(
+    is_there: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare, "gpus", lambda: 0)
+    monkeypatch.setattr(compare, "find_spec", lambda _: is_there)
+    for launcher, reason in ((), "and that a GPU"), (("--launcher", "srun x"), "is not installed"):
+        assert run(tmp_path, "--dry-run", *launcher) == 0
+        said = capsys.readouterr().out
+        assert (reason in said) == (not launcher or not is_there)
+        assert ("and that a GPU" in said) == (not launcher)
+
+
 def test_two_comparisons_do_not_share_an_output(trainings: Trainings, tmp_path: Path) -> None:
     with (
         lock.held(tmp_path, say=print),

@@ -172,6 +172,7 @@ def test_the_command_names_models_clusters_and_runs(capsys: pytest.CaptureFixtur
     assert printed("toy") == ["models:", "toy", "runs:", "toy"]
     assert printed("[hg]b*00") == ["clusters:", "gb200"]
     assert {"models:", "llama3_8b", "toy", "h100"} < {*printed()} and "_gpu" not in printed()
+    assert json.loads("".join(printed("toy", "--json"))) == {"models": ["toy"], "runs": ["toy"]}
     for words, message in (
         ("--run 14b", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
         ("--run _gpu", "there is no run _gpu"),

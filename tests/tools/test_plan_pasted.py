@@ -61,6 +61,12 @@ def test_a_machine_without_a_known_gpu_is_this_one() -> None:
     assert read(WHOLE, "--cluster a800").target == (8, 8, (8, 0))
 
 
+def test_a_variable_of_torchrun_means_the_gpus_that_are_said() -> None:
+    words = f"torchrun --nnodes $N --nproc-per-node $G {SCRIPT} {MODEL}"
+    found = read(words, "--cluster h100 --gpus 64")
+    assert (found.gpus, found.line.nodes, found.target) == (64, 8, (8, 8, (9, 0)))
+
+
 def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     words = WHOLE.replace("--vocab-size 128256", "").replace("--recompute-granularity full", "")
     found = read(

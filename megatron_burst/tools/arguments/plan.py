@@ -44,9 +44,11 @@ def parser() -> options.Parser:
     text = "of attention that may be recomputed in recomputed layers (default: 0 0.5 1)"
     add("--fractions", type=float, nargs="+", default=[0, 0.5, 1], metavar="RHO", help=text)
     text = "try all sizes that are not given behind --, of pipelines (pp) and experts (ep) if asked"
+    add = made.add_mutually_exclusive_group().add_argument
     add("--search", nargs="*", choices=("pp", "ep"), metavar="pp ep", help=text)
     text = "how far sequences go, one saving of memory after the other, at its best sizes"
     add("--ladder", action="store_true", help=text)
+    add = made.add_argument
     text = "packed sequences: documents of this mean length, exponentially distributed"
     add("--documents", type=options.tokens, metavar="N", help=text)
     text = "measure the rates of this machine and write a cluster file"

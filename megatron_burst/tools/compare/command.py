@@ -123,7 +123,7 @@ def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant
         context=number("context-parallel-size", max(args.ranks // (tensor * pipeline), 1)),
         heads=heads_of(given) if "num-attention-heads" in given else None,
         ranks_per_node=args.gpus_per_node,
-        without_megatrons=_why_no_megatron(),
+        without_megatrons=_why_no_megatron(is_here=not args.launcher),
         has_documents=DOCUMENTS in args.flags,
         has_windows="window-size" in given,
     )
@@ -140,9 +140,10 @@ def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant
     return series, choose(variants(job), patterns)
 
 
-def _why_no_megatron() -> str:
+def _why_no_megatron(*, is_here: bool) -> str:
+    """Why it cannot run; a launcher may start it where there are GPUs."""
     needs = "Megatron's context parallelism needs TransformerEngine, "
-    if not gpus():
+    if is_here and not gpus():
         return f"{needs}and that a GPU"
     return "" if find_spec("transformer_engine") else f"{needs}which is not installed"
 

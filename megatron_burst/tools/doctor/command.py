@@ -31,7 +31,7 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     line: LaunchLine | None = None
     findings: list[Finding] = []
     try:
-        line = None if words is None else split(words, torch.cuda.device_count())
+        line = None if words is None else split(words, torch.cuda.device_count(), given.nodes)
     except ValueError as error:
         findings = [Finding("command", Level.ERROR, str(error))]
     target = _target(given, line)

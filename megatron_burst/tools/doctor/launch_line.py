@@ -42,12 +42,13 @@ class LaunchLine:
         return self.starts_us and (self.program in OUR_ENTRIES or asks_for_us(self.flags))
 
 
-def split(words: Sequence[str], gpus_here: int = 1) -> LaunchLine:
+def split(words: Sequence[str], gpus_here: int = 1, nodes: int | None = None) -> LaunchLine:
     """Take the words of a command apart.
 
     Args:
         words: with or without variables, `torchrun` or `python`; or flags alone.
         gpus_here: what torchrun's `--nproc-per-node gpu` means.
+        nodes: what its `--nnodes` means where that is a variable.
 
     Raises:
         ValueError: there is no training program in it, or torchrun refuses its options.
@@ -61,13 +62,14 @@ def split(words: Sequence[str], gpus_here: int = 1) -> LaunchLine:
             name, _, value = word.partition("=")
             environment[name] = value
         elif Path(word).name == "torchrun" or (word == "-m" and rest[:1] and rest[0] in _LAUNCHERS):
-            return replace(_of_torchrun(rest[word == "-m" :], gpus_here), environment=environment)
+            found = _of_torchrun(rest[word == "-m" :], gpus_here, nodes)
+            return replace(found, environment=environment)
         elif (word == "-m" and rest) or word.endswith(".py"):
             return replace(_program(*words[i + (word == "-m") :]), environment=environment)
     raise ValueError(f"there is no training program in: {' '.join(words)}")
 
 
-def _of_torchrun(words: Sequence[str], gpus_here: int) -> LaunchLine:
+def _of_torchrun(words: Sequence[str], gpus_here: int, known: int | None) -> LaunchLine:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -75,13 +77,13 @@ def _of_torchrun(words: Sequence[str], gpus_here: int) -> LaunchLine:
     except SystemExit as leaving:
         raise ValueError(f"torchrun: {said.getvalue().strip().splitlines()[-1]}") from leaving
     nodes = str(options.nnodes).split(":")[0]  # elastic: the fewest
-    if not nodes.isdigit():
+    if not (nodes.isdigit() or known):
         raise ValueError(f"torchrun: --nnodes {options.nnodes} is no number")
     ranks = str(options.nproc_per_node)  # None where those are the GPUs of another machine
     meant = {"gpu": gpus_here or None, "auto": gpus_here or os.cpu_count(), "cpu": os.cpu_count()}
     per_node = int(ranks) if ranks.isdigit() else meant.get(ranks)
     program = _program(options.training_script, *options.training_script_args)
-    return replace(program, nodes=int(nodes), ranks_per_node=per_node)
+    return replace(program, nodes=int(nodes) if nodes.isdigit() else known, ranks_per_node=per_node)
 
 
 def _program(name: str, *flags: str) -> LaunchLine:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_burst.tools import options
@@ -29,10 +29,17 @@ def main(argv: list[str] | None = None) -> int:
     if given.measure:
         measure.write(given.measure)
     elif given.list is not None:
-        print(*configs.listed(given.list), sep="\n")
+        _list(configs.listed(given.list), as_json=given.json)
     else:
         _answer(configs, given, rest or [])
     return 0
+
+
+def _list(found: Mapping[str, Sequence[str]], *, as_json: bool) -> None:
+    if as_json:
+        return print(json.dumps(found, indent=2))
+    for kind, names in found.items():
+        print(f"{kind}:", *names, sep="\n  ")
 
 
 def _answer(configs: Configs, given: argparse.Namespace, words: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,8 +39,8 @@ class Configs(NamedTuple):
         names = ("models", "clusters", "published", "runs")
         return cls(*(tomllib.loads((_FOLDER / f"{name}.toml").read_text()) for name in names))
 
-    def listed(self, pattern: str = "*") -> Iterator[str]:
-        """Yield the names of models, clusters and runs that match a shell pattern, by their kind.
+    def listed(self, pattern: str = "*") -> dict[str, list[str]]:
+        """Return the names of models, clusters and runs that match a shell pattern, by their kind.
 
         Raises:
             ValueError: none does.
@@ -49,9 +49,7 @@ class Configs(NamedTuple):
         matches = {kind: fnmatch.filter(_names(of), pattern) for kind, of in kinds.items()}
         if not any(matches.values()):
             raise ValueError(f"no model, cluster or run of configs/ matches {pattern}")
-        for kind, names in matches.items():
-            if names:
-                yield from (f"{kind}:", *(f"  {name}" for name in names))
+        return {kind: names for kind, names in matches.items() if names}
 
     def run(self, name: str) -> Run:
         """Return a run."""

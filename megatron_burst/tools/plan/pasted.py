@@ -71,7 +71,8 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
     if not given.cluster:
         raise ValueError("say --cluster: on which GPUs is the command to run?")
     cluster = configs.cluster(given.cluster)
-    line = split(words, cluster.gpus_per_host or cluster.gpus_per_node)
+    a_node = cluster.gpus_per_host or cluster.gpus_per_node
+    line = split(words, a_node, given.gpus and -(-given.gpus // a_node))
     flags = parsed([*dropwhile(lambda word: not word.startswith("--"), line.flags)])
     if not (gpus := given.gpus or (line.nodes or 0) * (line.ranks_per_node or 0)):
         raise ValueError("say --gpus: no torchrun in the command has plain numbers of ranks")

@@ -40,6 +40,12 @@ def test_forms(
     assert line == LaunchLine(program, FLAGS, True, nodes, ranks, environment)
 
 
+def test_a_variable_means_the_nodes_that_are_known() -> None:
+    for said, nodes in (("$N", 4), ("2", 2), ("$LEAST:4", 4)):
+        line = split(["torchrun", "--nnodes", said, "-m", OUR_ENTRY, *FLAGS], 8, nodes=4)
+        assert (line.nodes, line.ranks_per_node) == (nodes, 1)
+
+
 @pytest.mark.parametrize(
     ("said", "here", "ranks"), [("gpu", 8, 8), ("gpu", 0, None), ("auto", 8, 8)]
 )
