@@ -164,11 +164,8 @@ def draw(seed: int, number: int) -> Case:
 
 
 def _attention(r: random.Random, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    lead, kv, dim = (
-        (r.randint(1, 2), _tokens(r, ranks)),
-        r.choice([1, 2, 3, 4, 8]),
-        r.randint(1, 20),
-    )
+    lead = r.randint(1, 2), _tokens(r, ranks)
+    kv, dim = r.choice([1, 2, 3, 4, 8]), r.randint(1, 20)
     heads, value = kv * r.choice([1, 1, 2, 3, 4]), r.choice([dim, r.randint(1, 20)])
     shapes: dict[str, Any] = {"q": (*lead, heads, dim), "k": (*lead, kv, dim)}
     shapes |= {"v": (*lead, kv, value), "out": (*lead, heads, value)}
@@ -319,8 +316,7 @@ def judge(workers: WorkerPool, case: Case) -> str:
 
 def fuzz(workers: WorkerPool, seed: int, numbers: Iterable[int], seconds: float) -> Counter[str]:
     """Run cases for so long, print each failure, and count how they ended."""
-    ends: Counter[str] = Counter()
-    stop = time.monotonic() + seconds
+    ends, stop = Counter[str](), time.monotonic() + seconds
     for number in numbers:
         if time.monotonic() > stop:
             break
