@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from megatron_burst.tools import options, terminal
+from megatron_burst.tools import options
 
 NAME = "megatron-burst"
 _DISTRIBUTIONS = {"megatron": "'megatron-core==0.19.*'"}  # where it is not named like the package
@@ -32,10 +32,10 @@ def main(argv: list[str] | None = None) -> int:
         print(_help())
         return 0 if words else 2
     if (verb := words[0]) not in VERBS:
-        terminal.complain(NAME, [f"there is no verb {verb!r}; the verbs are {', '.join(VERBS)}"])
+        _complain(NAME, [f"there is no verb {verb!r}; the verbs are {', '.join(VERBS)}"])
         return 2
     if wrong := [word for word in words if word != word.encode(errors="ignore").decode()]:
-        terminal.complain(NAME, [f"{wrong[0]!a} is not UTF-8: it could not be written to a report"])
+        _complain(NAME, [f"{wrong[0]!a} is not UTF-8: it could not be written to a report"])
         return 2
     try:
         module, _ = VERBS[verb]
@@ -47,14 +47,23 @@ def main(argv: list[str] | None = None) -> int:
             raise
         text = f"{package} is not installed: pip install {_DISTRIBUTIONS.get(package, package)}, "
         text += "or all that this needs: megatron-burst[train]"
-        terminal.complain(f"{NAME} {verb}", [text])
+        _complain(f"{NAME} {verb}", [text])
     except BrokenPipeError:  # whoever read has had enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
-        terminal.complain(f"{NAME} {verb}", [str(error)])
+        _complain(f"{NAME} {verb}", [str(error)])
     except KeyboardInterrupt:
         return 130
     return 1
+
+
+def _complain(command: str, problems: list[str]) -> None:
+    try:
+        from megatron_burst.tools.terminal import complain
+    except ModuleNotFoundError:  # rich is what is missing
+        print(*(f"{command}: {problem}" for problem in problems), sep="\n", file=sys.stderr)
+    else:
+        complain(command, problems)
 
 
 def _parse_before(verb: str, words: list[str]) -> None:

@@ -53,6 +53,9 @@ def main(argv: list[str]) -> int:
     args.dtype = args.dtype or usual_dtypes(device)
     _refuse_too_much(args, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1 and args.tokens_per_rank % 2:
+        why = "zigzag gives a rank two chunks"
+        raise ValueError(f"--tokens-per-rank {args.tokens_per_rank} is not even: {why}")
     shows = ranks == 1 or dist.get_rank() == 0
     if ranks == 1:
         print("verify: one rank: its kernel is looked at, no ring", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ MOST = 230, 460  # forward and backward: half of what it was when every call nam
 def test_a_hop_takes_few_calls(ranks: int, ring: str) -> None:
     with host_time.one_rank(ranks, ring) as one, torch.no_grad():
         forward, backward = (calls(way) / (ranks - 1) for way in (one.forward, one.backward))
-    assert forward < MOST[0] and backward < MOST[1], "see docs/design/kernel-calls.md"
+    assert forward < MOST[0] and backward < MOST[1], "see docs/design/rings.md"
 
 
 @pytest.mark.parametrize("ring", ["kv", "query"])

@@ -156,6 +156,10 @@ def test_a_missing_package_is_named_with_what_to_install(
         "megatron-burst compare: megatron is not installed: pip install 'megatron-core==0.19.*', "
         "or all that this needs: megatron-burst[train]\n"
     )
+    monkeypatch.setitem(sys.modules, "megatron_burst.tools.terminal", None)
+    verb_that(monkeypatch, ModuleNotFoundError(name="rich"))
+    assert main(["plan"]) == 1
+    assert "plan: rich is not installed: pip install rich, or" in capsys.readouterr().err
     verb_that(monkeypatch, ModuleNotFoundError(name="megatron_burst.tools.none"))
     with pytest.raises(ModuleNotFoundError):  # our own fault
         main(["compare"])

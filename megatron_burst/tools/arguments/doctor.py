@@ -28,8 +28,8 @@ def parser() -> options.Parser:
     add("--gpus-per-node", type=number, metavar="L", help="GPUs, and ranks, of a node")
     text = "a table of the planner's, against whose memory it is held (default: of the GPUs here)"
     add("--cluster", metavar="NAME", help=text)
-    text = "of the cluster's GPUs (default: 9.0, Hopper; 8.0 is Ampere, 10.0 Blackwell)"
-    add("--compute-capability", type=_capability, default="9.0", metavar="X.Y", help=text)
+    text = "of the cluster's GPUs (default: by --cluster, else 9.0, Hopper; 8.0 is Ampere)"
+    add("--compute-capability", type=_capability, metavar="X.Y", help=text)
     text = "of one rank's attention, to ask the kernels about (default: the command's)"
     add("--shape", type=_sizes, metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
     add("--dtype", choices=_DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")

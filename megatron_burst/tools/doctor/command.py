@@ -15,6 +15,9 @@ from megatron_burst.tools.doctor.launch_line import LaunchLine, Target, split
 from megatron_burst.tools.doctor.machine import Part
 from megatron_burst.tools.doctor.parsing import parse, see_beside
 from megatron_burst.tools.doctor.report import Finding, Level, Report
+from megatron_burst.tools.plan.configs import Configs
+
+_HOPPER = 9, 0
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +87,10 @@ def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:
         nodes, per_node = line.nodes or nodes, line.ranks_per_node or per_node
     if given.gpus_per_node is None and given.nodes is None:
         return Target(nodes, per_node)
-    return Target(given.nodes or nodes, given.gpus_per_node or per_node, given.compute_capability)
+    capability = given.compute_capability or _HOPPER
+    if given.cluster and not given.compute_capability:
+        capability = Configs.read().cluster(given.cluster).capability or _HOPPER
+    return Target(given.nodes or nodes, given.gpus_per_node or per_node, capability)
 
 
 def _described(request: Request | None) -> str:

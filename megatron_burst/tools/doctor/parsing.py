@@ -58,7 +58,8 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
         except Exception as error:  # whatever ends the program is what is asked for
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
-            parsed.stops.append(str(error) or where)
+            again = _reasons(str(error)) or [where]
+            parsed.stops += [text for text in again if text not in parsed.stops]
     return parsed
 
 
@@ -122,7 +123,7 @@ def _unended(parser: Callable[[], Namespace], parsed: Parsed) -> Namespace:
     refused = Refused()
 
     def note(why: ValueError) -> None:
-        refused.extend(re.split(r"\n(?! )", str(why)))  # a line at the margin is another reason
+        refused.extend(_reasons(str(why)))
 
     with patch.object(compat, "stop", note):
         args = parser()
@@ -135,6 +136,10 @@ def _unended(parser: Callable[[], Namespace], parsed: Parsed) -> Namespace:
     return args
 
 
+def _reasons(text: str) -> list[str]:
+    return re.split(r"\n(?! )", text) if text else []  # a line at the margin is another reason
+
+
 def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Parsed) -> None:
     """Make the model's configuration, which checks what the parser does not."""
     from megatron_burst.plugin import pretraining
@@ -142,6 +147,10 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Pa
 
     if line.program in OUR_ENTRIES and (reason := pretraining.refusal(args)):
         parsed.stops.append(reason)
+    reads_vocabulary = not str(args.tokenizer_type).startswith("Null")
+    if args.vocab_size is None and args.padded_vocab_size is None and reads_vocabulary:
+        # A training builds the tokenizer first; any size will do here.
+        args.padded_vocab_size = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     try:
         model_config = pretraining.model_config(args)
     except ValueError as error:

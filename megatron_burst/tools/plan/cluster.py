@@ -20,6 +20,7 @@ _RATES = (
     *("forward_tflops", "backward_tflops", "linear_tflops"),
     *("memory_gb_s", "within_gb_s", "nic_gb_s", *_USUAL),
 )
+_CAPABILITIES = {"A": (8, 0), "H": (9, 0), "B": (10, 0), "GB": (10, 0)}  # by a GPU's name
 _UNITS = {"tflops": ("rate", 1e12), "gb_s": ("rate", 1e9), "us": ("latency", 1e-6)}
 
 
@@ -42,6 +43,11 @@ class Cluster(Machine):
     nvlinks: int = 0  # of a GPU; 0: what NCCL does there is not known
     channels: int = 1  # of an NCCL communicator of a node's GPUs
     channel_rate: float = float("inf")  # bytes/s of one of them
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA's number of the GPU's architecture; None if that is not known."""
+        return _CAPABILITIES.get(self.gpu.rstrip("0123456789"))
 
 
 def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], float]) -> Cluster:

@@ -30,7 +30,6 @@ _VOCABULARY = {"GPT2BPETokenizer": 50257}  # of tokenizers that need no file to 
 _USUAL_VOCABULARY = 128256  # of Llama 3
 _STARTS = re.compile(r"(^|/)(torchrun|python[\d.]*)$")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_CAPABILITIES = {"A": (8, 0), "H": (9, 0), "B": (10, 0), "GB": (10, 0)}  # by a GPU's name
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Pasted:
             self.line.ranks_per_node or self.cluster.gpus_per_host or self.cluster.gpus_per_node
         )
         a_node = min(a_node, self.gpus)
-        letters = self.cluster.gpu.rstrip("0123456789")
-        return Target(-(-self.gpus // a_node), a_node, _CAPABILITIES.get(letters))
+        return Target(-(-self.gpus // a_node), a_node, self.cluster.capability)
 
 
 def is_command(words: Sequence[str]) -> bool:

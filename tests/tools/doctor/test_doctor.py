@@ -157,8 +157,28 @@ def test_an_older_gpu_needs_one_connection(
     assert judged(capsys, *MODEL, *BURST, *CP16)[0] == 1
     command = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "python", "-m", "megatron_burst.pretrain_gpt"]
     assert judged(capsys, *command, *MODEL, *BURST, *CP16)[0] == 0
-    newer = [*CLUSTER, "--compute-capability", "10.0", "--", *MODEL, *BURST, *CP16]
-    assert main(newer) == 0
+    for newer, status in (("--compute-capability 10.0", 0), ("--cluster b200", 0)):
+        assert main([*CLUSTER, *newer.split(), "--", *MODEL, *BURST, *CP16]) == status
+    older = "--cluster b200 --compute-capability 9.0".split()
+    assert main([*CLUSTER, *older, "--", *MODEL, *BURST, *CP16]) == 1, "it counts before the name"
+
+
+@pytest.mark.parametrize("name", ["HuggingFace", "GPT2BPE", "Null"])
+def test_a_tokenizer_brings_its_vocabulary(
+    megatron: None, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """A training reads it before the model is configured; NullTokenizer has none to read."""
+    where = MODEL.index("--tokenizer-type")
+    model = [*MODEL[:where], *MODEL[where + 6 :], "--tokenizer-type", f"{name}Tokenizer"]
+    status, report = judged(capsys, *model, "--tokenizer-model", "/not/here", *BURST, *CP16)
+    assert status == (name == "Null"), report["findings"]
+
+
+def test_what_is_refused_is_said_once(megatron: None, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--burst-head-parallel-size", "0"]
+    _, report = judged(capsys, *MODEL, *BURST, *CP16, *wrong)
+    texts = [f["text"] for f in report["findings"] if "--burst-head-parallel-size" in f["text"]]
+    assert len(texts) == 1
 
 
 def test_strict_counts_what_is_silently_wrong(
