@@ -107,10 +107,14 @@ def visible_pairs(
 
 
 def relative_error(found: Tensor, expected: Tensor, at_least: float = 1e-300) -> float:
-    """The Frobenius norm of the difference over that of what is expected; -inf equals -inf."""
+    """The Frobenius norm of the difference over that of what is expected; -inf equals -inf.
+
+    Infinite for NaN, which `max` would pass over.
+    """
     blind = expected.isneginf()
     if not torch.equal(found.isneginf(), blind):
         return float("inf")
     found, expected = found.masked_fill(blind, 0.0), expected.masked_fill(blind, 0.0)
     difference = (found.double() - expected.double()).norm()
-    return (difference / expected.double().norm().clamp_min(at_least)).item()
+    error = difference / expected.double().norm().clamp_min(at_least)
+    return error.nan_to_num(nan=torch.inf).item()

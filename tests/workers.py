@@ -21,6 +21,7 @@ from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.cpu_platform.table import with_one_worker
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.transport.groups import Groups
+from tests.poison import poison_message_memory
 
 MAX_RANKS = 8
 STARTING = 500.0  # seconds until all are there: what they import takes long on a busy machine
@@ -137,6 +138,7 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
     # A device for all groups: those of all teams of a run woke more often than a core can.
     make: Any = dist.ProcessGroupGloo.__init__
     setattr(dist.ProcessGroupGloo, "__init__", with_one_worker(make))  # noqa: B010
+    poison_message_memory()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, MAX_RANKS),

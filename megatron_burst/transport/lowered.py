@@ -141,6 +141,8 @@ class Lowered:
         for number, step in enumerate(self._plan.steps):
             for receive in step.receives:
                 stay = self._stay_of[number, receive] = self._stay(number, receive)
+                if receive.item.kind is Kind.HEADS:  # all are put together at the end
+                    self._extend(stay, len(self._plan.steps) - 1)
                 if not receive.item.kind.is_result:
                     landing[receive.lands][receive.item] = stay
             for send in step.sends:

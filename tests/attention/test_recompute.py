@@ -91,7 +91,7 @@ def twice(
     return {
         "bit equal": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
         "apart": max(
-            ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+            ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).nan_to_num(torch.inf).item()
             for a, b in zip(found, expected, strict=True)
             if not b.isinf().any()
         ),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.visibility.layout import zigzag
+from tests.oracle import relative_error
 from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
@@ -174,10 +175,7 @@ CASES = [
 
 
 def differences(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    return [
-        float((f.double() - w.double()).norm() / w.double().norm().clamp_min(1e-300))
-        for f, w in zip(found, wanted, strict=True)
-    ]
+    return [relative_error(f, w) for f, w in zip(found, wanted, strict=True)]
 
 
 @pytest.mark.parametrize(("ranks", "mask", "per_token", "has_labels"), one_in(2, CASES))

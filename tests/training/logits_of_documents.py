@@ -209,4 +209,4 @@ class Packed(Run):
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    return float(((found - expected).norm() / expected.norm()).nan_to_num(torch.inf))

@@ -11,6 +11,7 @@ from megatron_burst.plans.schedules.plan import Channel, Item, Kind, Plan, Recei
 from megatron_burst.tools.live_bytes import LiveBytes
 from megatron_burst.transport.lowered import Form, Lowered, LoweredStep, forms_of
 from megatron_burst.transport.memory import MessageMemory, message_of, side_by_side
+from tests.oracle import relative_error
 
 CPU = torch.device("cpu")
 MINE, THEIRS = Item(Kind.KV, 0), Item(Kind.KV, 1)
@@ -34,6 +35,11 @@ def lent(
         messages = [m for step in steps for batch in step.batches for m in batch.messages]
         own = {Kind.KV: torch.empty(0, dtype=torch.uint8)}
         yield steps, [message.bytes(own, sent) for message in messages]
+
+
+def test_a_nan_is_no_small_error() -> None:
+    """`max` would pass over it; and the pool's memory of messages is NaN where nothing stays."""
+    assert relative_error(torch.tensor([torch.nan, 1.0]), torch.ones(2)) == float("inf")
 
 
 def test_tensors_of_an_item_are_one_message_and_every_buffer_is_apart() -> None:
