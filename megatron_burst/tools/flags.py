@@ -72,6 +72,16 @@ def names(words: Sequence[str]) -> set[str]:
     return {word.removeprefix("--").partition("=")[0] for word in words}
 
 
+def without(words: Sequence[str], dropped: Collection[str]) -> list[str]:
+    """Return a command line without some flags, as `--name`, and their values."""
+    left, is_left = list[str](), True
+    for word in words:
+        if word.startswith("--"):
+            is_left = word.partition("=")[0] not in dropped
+        left += [word] * is_left
+    return left
+
+
 def variables(flags: Flags, there: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what the environment of a training on GPUs should say, and does not in `there`."""
     settings, given, there = dict[str, str](), kept(flags), there or {}

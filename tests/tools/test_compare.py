@@ -218,6 +218,7 @@ class Trainings:
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     found = Trainings()
+    monkeypatch.setenv("MEGATRON_BURST_CPU", "1")  # a machine's GPUs may be too few
     monkeypatch.setattr(running, "_train", found)
     monkeypatch.setattr(compare, "Signals", lambda: None)  # those of the tests stay
     return found
@@ -386,6 +387,43 @@ def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
             "CP=1 megatron has not learned: its loss is 0.125 after 20 steps, 0.600 at first"
         )
     assert run(tmp_path / "own") == (math.isnan(factor)), "another training need not learn"
+
+
+def test_the_dry_run_and_the_report_say_what_was_dropped(
+    trainings: Trainings,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = "CP=1 megatron,burst,ulysses"
+    words = ["--run", "toy", "--output", str(tmp_path), "--variants", names]
+    given = ["--", "--burst-memory-mb", "64", "--burst-grad-dtype", "model"]
+    assert compare.main([*words, "--dry-run", *given]) == 0
+    shown = capsys.readouterr().out
+    title = "# CP=1 megatron, without --burst-memory-mb, --burst-grad-dtype\n"
+    assert title in shown and "# burst\n" in shown and "# burst heads 2\n" in shown
+    assert compare.main([*words, *given]) == 0
+    assert "CP=1 megatron, without --burst-memory-mb, --burst-" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "compare.json").read_text())["results"]
+    dropped = {row["name"]: row["dropped"] for row in rows if row["dropped"]}
+    assert dropped.keys() == {"CP=1 megatron", "ulysses"}
+    page = (tmp_path / "compare.md").read_text()
+    assert "| CP=1 megatron | --burst-memory-mb --burst-grad-dtype |" in page
+    assert "| burst |" not in page.partition("## Without flags")[2]
+
+
+def test_ranks_that_have_no_gpu_are_refused_before_any_starts(
+    trainings: Trainings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare, "gpus", lambda: 2)
+    words = ["compare", "--run", "toy", "--output", str(tmp_path), "--variants"]
+    assert tool.main([*words, "CP=1 burst,burst"]) == 1
+    assert "burst starts 4 ranks here, and this machine has 2 GPUs" in capsys.readouterr().err
+    assert not trainings.started
+    assert tool.main([*words, "CP=1 burst,burst", "--launcher", "srun x"]) == 0
+    assert tool.main([*words, "CP=1 burst"]) == 0 and trainings.started == ["cp-1-burst", "burst"]
 
 
 def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:

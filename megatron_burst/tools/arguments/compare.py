@@ -19,7 +19,7 @@ _EXAMPLES = (
     "megatron-burst compare --toy",
     f"megatron-burst compare --toy -- {DOCUMENTS}",
     "megatron-burst compare --ranks 8 --output DIR -- MEGATRON-FLAGS",
-    "megatron-burst compare --run 14b_1m_32gpu_a800 --variants 'burst,ring *'",
+    "megatron-burst compare --run 14b_1m_32gpu_a800 --variants 'burst,ring *' --dry-run",
 )
 
 
@@ -38,7 +38,8 @@ def parser() -> options.Parser:
     text = "a directory (default: runs/compare, -toy or -NAME behind it)"
     add("--output", type=Path, metavar="PATH", help=text)
     add("--ranks", type=number, metavar="N", help="default: as many as GPUs; with --toy up to 4")
-    text = "take the ranks as nodes of L, as --burst-ranks-per-node does (default: one node)"
+    text = "take the ranks as nodes of L, as --burst-ranks-per-node does (default: one node; with "
+    text += "--run those of its cluster)"
     add("--gpus-per-node", type=number, metavar="L", help=text)
     add("--variants", default="", metavar="NAMES", help="only these, as 'CP=1*,burst*,ring flat'")
     text = "starts the ranks in place of torchrun on this machine, as 'srun torchrun --nnodes 2 "

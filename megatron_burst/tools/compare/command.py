@@ -4,14 +4,17 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
+from megatron_burst.config import size_or_auto
 from megatron_burst.tools import terminal
 from megatron_burst.tools.arguments.compare import parser
+from megatron_burst.tools.compare.fitting import fitted
 from megatron_burst.tools.compare.page import Comparison, as_json, table, write_report
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
 from megatron_burst.tools.compare.running import Series, Watched
@@ -25,6 +28,7 @@ from megatron_burst.tools.flags import (
     heads_of,
     parsed,
     whole,
+    without,
 )
 from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.launch.processes import Signals
@@ -51,8 +55,9 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         for variant in chosen:
             what = variant.why_not and f"{LEFT_OUT}: {variant.why_not}"
-            console.print(f"# {variant.name}\n{what or shlex.join(series.command(variant))}\n")
+            console.print(f"# {variant.title}\n{what or shlex.join(series.command(variant))}\n")
         return 0
+    _refuse_too_many(series, chosen)
     try:
         with lock.held(args.output, say=lambda text: terminal.complain("compare", [text])):
             results = _run_all(series, chosen, console)
@@ -91,6 +96,8 @@ def _fill(args: argparse.Namespace) -> None:
         run = Configs.read().run(args.run)
         named = {name: value for name, value in run.flags.items() if name not in _OURS}
         args.flags, args.ranks = _named(named, args), args.ranks or run.gpus
+        cluster = Configs.read().cluster(run.cluster)
+        args.gpus_per_node = args.gpus_per_node or cluster.gpus_per_node
     args.ranks = args.ranks or gpus()
     if not args.ranks:
         raise ValueError("there is no GPU here, so say how many processes: --ranks N, or --toy")
@@ -122,12 +129,13 @@ def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant
         pipeline=pipeline,
         context=number("context-parallel-size", max(args.ranks // (tensor * pipeline), 1)),
         heads=heads_of(given) if "num-attention-heads" in given else None,
+        head_chunks=size_or_auto(str(given.get("burst-head-chunks", 1))) or 1,
         ranks_per_node=args.gpus_per_node,
         without_megatrons=_why_no_megatron(is_here=not args.launcher),
         has_documents=DOCUMENTS in args.flags,
         has_windows="window-size" in given,
     )
-    common = [w for w in args.flags if not job.has_documents or w not in _OF_DOCUMENTS]
+    common = without(args.flags, _OF_DOCUMENTS) if job.has_documents else args.flags
     series = Series(
         directory=args.output,
         flags=[*_COMPARABLE, *common],
@@ -137,7 +145,7 @@ def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant
         traced=not args.no_trace,
     )
     patterns = [name.strip() for name in args.variants.split(",") if name.strip()]
-    return series, choose(variants(job), patterns)
+    return series, choose(fitted(variants(job), common), patterns)
 
 
 def _why_no_megatron(*, is_here: bool) -> str:
@@ -148,6 +156,17 @@ def _why_no_megatron(*, is_here: bool) -> str:
     return "" if find_spec("transformer_engine") else f"{needs}which is not installed"
 
 
+def _refuse_too_many(series: Series, chosen: Sequence[Variant]) -> None:
+    """Say before any starts that this machine has too few GPUs for one."""
+    for variant in chosen:
+        starts = not variant.why_not and series.starts_here(variant)
+        if starts and 0 < gpus() < variant.ranks:
+            raise ValueError(
+                f"{variant.name} starts {variant.ranks} ranks here, and this machine has {gpus()} "
+                "GPUs: give --launcher or fewer --ranks, or leave it out by --variants"
+            )
+
+
 def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> list[Result]:
     left_out = (variant for variant in chosen if variant.why_not)
     results = {v.name: Result(name=v.name, status=LEFT_OUT, reason=v.why_not) for v in left_out}
@@ -155,8 +174,8 @@ def _run_all(series: Series, chosen: Sequence[Variant], console: Console) -> lis
     for number, variant in enumerate(runs, start=1):
         name, again = variant.name, " (finished before)" if series.is_finished(variant) else ""
         with console.status(Watched(name, series.folder(variant) / "log.txt")):
-            results[name] = series.run(variant, signals)
-        console.print(f"[{number}/{len(runs)}] {name}{again}: {_line(results[name])}")
+            results[name] = replace(series.run(variant, signals), dropped=variant.dropped)
+        console.print(f"[{number}/{len(runs)}] {variant.title}{again}: {_line(results[name])}")
     return [results[variant.name] for variant in chosen]
 
 

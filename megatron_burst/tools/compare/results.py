@@ -39,6 +39,7 @@ class Result:
     status: str
     reason: str = ""
     command: Sequence[str] = ()
+    dropped: Sequence[str] = ()  # of the common flags: they have no effect here
     ranks: int = 0
     steps: int = 0
     losses: runlog.Series = field(default_factory=list)

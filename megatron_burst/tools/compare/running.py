@@ -11,9 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_burst.plugin.limits import MEGATRON
 from megatron_burst.tools import replacing
 from megatron_burst.tools.compare.results import FAILED, Result, machine, measure
 from megatron_burst.tools.compare.variants import Variant
+from megatron_burst.tools.flags import without
 from megatron_burst.tools.launch import site
 from megatron_burst.tools.launch.processes import Signals, supervise
 
@@ -62,19 +64,22 @@ class Series:
         """Return where a variant's run is."""
         return self.directory / "runs" / re.sub(r"[^a-z0-9_]+", "-", variant.name.lower())
 
+    def starts_here(self, variant: Variant) -> bool:
+        """Whether its ranks are processes of this machine."""
+        return not self.launcher or variant.ranks != self.ranks
+
     def command(self, variant: Variant) -> list[str]:
         """Return the command line of a variant."""
         launcher = [*self.launcher]
-        if not launcher or variant.ranks != self.ranks:
+        if self.starts_here(variant):
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launcher += ["--nproc-per-node", str(variant.ranks)]
-        ours = variant.flags[1] != "megatron"
         return [
             *launcher,
             *("-m", "megatron_burst.pretrain"),
-            *self.flags,
+            *without(self.flags, variant.dropped),
             *variant.flags,
-            *(_TRACE if self.traced and ours else ()),
+            *(_TRACE if self.traced and variant.algorithm != MEGATRON else ()),
             *("--tensorboard-dir", str(self.folder(variant) / "tensorboard")),
             *_LOG,
         ]

@@ -3,8 +3,10 @@
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_burst.config import Topology
+from megatron_burst.plans.choice.head_chunks import check_head_chunks
 from megatron_burst.plans.choice.head_parallel import head_groups, kv_head_copies
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plugin.refusals import ranks_refusal
@@ -29,6 +31,7 @@ class Job:
     pipeline: int = 1
     context: int
     heads: Heads | None = None
+    head_chunks: int = 1
     ranks_per_node: int | None = None  # None: all on one node
     without_megatrons: str = ""  # why Megatron's own context parallelism cannot run
     has_documents: bool = False
@@ -62,6 +65,19 @@ class Variant:
     flags: tuple[str, ...]
     ranks: int
     why_not: str = ""
+    dropped: tuple[str, ...] = ()
+    """Of the common flags: they have no effect here, and would be refused."""
+
+    @property
+    def algorithm(self) -> str:
+        """Its --context-parallel-algo."""
+        return self.flags[1]
+
+    @property
+    def title(self) -> str:
+        """Its name, and what it goes without."""
+        shown = self.dropped and not self.why_not
+        return f"{self.name}, without {', '.join(self.dropped)}" if shown else self.name
 
 
 def variants(job: Job) -> list[Variant]:
@@ -138,9 +154,9 @@ def _why_no_a2a(job: Job, spread: int) -> str:
 def _ours(job: Job) -> Iterator[tuple[str, str, str]]:
     """Name, which begins with the algorithm; flags; why it cannot run."""
 
-    def no_heads(size: int) -> str:
+    def no_heads(size: int, chunks: int = 1) -> str:
         heads = job.heads_of_a_rank
-        return _refusal(kv_head_copies, *heads, size) if heads else ""
+        return refusal(_check_heads, *heads, size, chunks) if heads else ""
 
     yield "burst", "", ""
     if job.has_documents:
@@ -157,8 +173,8 @@ def _ours(job: Job) -> Iterator[tuple[str, str, str]]:
     size = 2
     while size < job.context:  # on two ranks there is no hybrid
         flags = f"--burst-head-parallel-size {size}"
-        why_not = no_heads(size) or _refusal(head_groups, job.nodes, size)
-        yield f"burst heads {size}", flags, why_not
+        why_not = no_heads(size) or refusal(head_groups, job.nodes, size)
+        yield f"burst heads {size}", flags, why_not or no_heads(size, job.head_chunks)
         yield f"ring heads {size}", f"{flags} --burst-topology flat", why_not
         size *= 2
 
@@ -174,10 +190,14 @@ def _why_no_double(job: Job) -> str:
     return ""
 
 
-def _refusal(check: Callable[..., object], *of: object) -> str:
+def _check_heads(query: int, kv: int, size: int, chunks: int) -> None:
+    check_head_chunks(chunks, kv * kv_head_copies(query, kv, size) // size)
+
+
+def refusal(check: Callable[..., object], *of: Any, **more: Any) -> str:
     """Return the message of the ValueError that a check raises, if it does."""
     try:
-        check(*of)
+        check(*of, **more)
     except ValueError as error:
         return str(error)
     return ""
