@@ -27,7 +27,10 @@ class AttentionMemory:
     fraction: float
     """ρ, the share of the sequence that is recomputed; rounded to whole chunks."""
     host: HostMemory | None = None
-    """Where what a GPU has computed is saved; None: where it is."""
+    """Where what a GPU has computed is saved; None: where it is.
+
+    Nobody may write to the first pass's output then: it is copied meanwhile.
+    """
     saved: "SavedRows | None" = None
 
     def __post_init__(self) -> None:

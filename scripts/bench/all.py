@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Makes every table and picture of figures that README and docs show, one after the other.
+"""Makes the tables and pictures of figures that README and docs show, one after the other.
 
     .venv/bin/python scripts/bench/all.py [--only NAME...]
 
 Writes them where they are. Needs a quiet machine (most benchmarks wait for one, and in the end
-refuse), no GPU, and for the two nodes root and iproute2. What fails does not stop the rest.
+refuse), no GPU, and for the two nodes root and iproute2. What fails does not stop the rest. Pages
+that it leaves are made by what their `command` says.
 """
 
 import argparse
