@@ -44,7 +44,7 @@ class KernelInput:
     q is [batch, queries, query heads, dk], k [batch, keys, kv heads, dk], v [batch, keys, kv heads,
     dv]; query head h reads kv head h // (query heads / kv heads). The tensors may be slices along
     the tokens. With a packing the tokens are those of its tiles, and each tile's queries see keys
-    of the tile alone.
+    of the tile alone. Bands are those of `batches_of`, which FlashAttention-2 can express.
     """
 
     q: Tensor

@@ -81,9 +81,9 @@ def _calls(tiles: Tiles) -> list[TileBatch]:
 def _none_too_tall(cells: Cells) -> Cells:
     """Cut cells in which FlashAttention-2 would hide pairs (flash-attention 895).
 
-    Where a window has a limit, it has the number of keys for none: query i sees no key after
-    i + 2 · keys - queries. A part of them sees all keys; those before it the first keys but not the
-    last, those after it the last ones but not the first.
+    Beside a window's limit on one side, it takes the number of keys for no limit on the other: so
+    query i sees no key after i + 2 · keys - queries. A cell is cut into the queries that see all
+    keys, those before them, which do not see the last, and those after, which miss the first.
     """
     queries, keys = cells.sizes.T
     left, right = cells.sides.T

@@ -49,7 +49,7 @@ class Direct(Schedule):
         # Of own rows a part of a block is copied to be sent, and gone before results come; of
         # queries, that go with what belongs to them, the whole is, too, once.
         copied = (rows * (rows < local)).sum(axis=1)
-        if backward and self.sent is Kind.QUERY:
+        if self.sent is Kind.QUERY:
             copied += local * (rows == local).any(axis=1)
         most = (received + copied * sizes[self.sent]).max()
         if backward:  # results of what was received, and those that come home
