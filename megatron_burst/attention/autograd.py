@@ -232,14 +232,13 @@ class _RingAttention(torch.autograd.Function):
         memory: AttentionMemory | None,
         add_weight_gradient: Callable[[Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
-        if call.moves_kv and latent is None and chunks == 1:
-            k, v = side_by_side((k, v))  # as they travel, in both passes
-        q, k, v = (x.contiguous() for x in (q, k, v))  # for the kernels' sake
-
         def one_chunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Block:
             return forward(q, _kv(latent, weight, call, k, v), call, sink)
 
         with call.communicator.in_pass("forward"):
+            if call.moves_kv and latent is None and chunks == 1:
+                k, v = side_by_side((k, v))  # as they travel, in both passes
+            q, k, v = (x.contiguous() for x in (q, k, v))  # for the kernels' sake
             out, lse = in_chunks(chunks, "forward", one_chunk, q, k, v, sink)
         if memory is not None:
             if saved := memory.recall():
@@ -256,8 +255,6 @@ class _RingAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, latent, weight, sink, out, lse = ctx.saved_tensors
-        dout = dout.contiguous()
-        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[5] else None
         call: AttentionPlan = ctx.call
         add = ctx.add_weight_gradient
 
@@ -269,6 +266,8 @@ class _RingAttention(torch.autograd.Function):
             return *backward(dout, q, kv, out, lse, call), kv.weight_gradient
 
         with call.communicator.in_pass("backward"):
+            dout = dout.contiguous()
+            dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[5] else None
             grads = in_chunks(ctx.chunks, "backward", one_chunk, dout, q, k, v, out, lse)
         *gradients, dweight = grads
         if dweight is not None and add is not None:

@@ -64,13 +64,17 @@ class HeadExchange:
 
     def exchange(self, tensors: Sequence[Tensor], to_heads: bool) -> tuple[Tensor, ...]:
         """Carry out one all-to-all; what goes from rank to rank is one message."""
+        with self._communicator.in_pass("head exchange"), span("head exchange"):
+            return self._exchanged(tensors, to_heads)
+
+    def _exchanged(self, tensors: Sequence[Tensor], to_heads: bool) -> tuple[Tensor, ...]:
         parts = {self.rank: self._cut(tensors, self.rank, to_heads)}
         forms = tuple(Form(t.shape, t.dtype) for t in parts[self.rank])
         if forms not in self._known:
             lower = self._communicator.lower
             self._known[forms] = lower("head exchange", self.plan, lambda _: forms)
-        lent = self._communicator.transfers(self._known[forms], {}, tensors[0].device)
-        with self._communicator.in_pass("head exchange"), span("head exchange"), lent as transfers:
+        lowered, device = self._known[forms], tensors[0].device
+        with self._communicator.transfers(lowered, {}, device) as transfers:
             for number in range(len(self.plan.steps)):
                 for item, into in transfers.writes(number):
                     write(into, self._cut(tensors, item.target, to_heads))

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst.attention import autograd, preparing
 from megatron_burst.attention import context as context_module
-from megatron_burst.attention import preparing
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.kernels import KERNELS
 from megatron_burst.kernels.cpu import CpuKernel
@@ -303,12 +304,19 @@ def test_where_the_host_goes_on_it_is_noticed_some_calls_later(tmp_path: Path) -
 # A pass that fails.
 
 
-def fails_in_a_tile(context: BurstContext) -> None:
+PLACES: dict[str, tuple[Any, str]] = {
+    "in a tile": (CpuKernel, "forward"),
+    "before the first message": (autograd, "side_by_side"),
+}
+
+
+def fails(context: BurstContext, where: str) -> None:
     """Another rank goes on to wait for messages; what is raised is caught, and the next tried."""
     attend(context)
-    forward = CpuKernel.forward
+    place = PLACES[where]
+    original = getattr(*place)
     if context.rank == BROKEN:
-        CpuKernel.forward = lambda *_, **__: raised(MemoryError("no room"))  # type: ignore
+        setattr(*place, lambda *_, **__: raised(MemoryError("no room")))
     errors = []
     for _ in range(2):
         began = time.monotonic()
@@ -317,13 +325,17 @@ def fails_in_a_tile(context: BurstContext) -> None:
         except (MemoryError, RuntimeError) as error:
             errors.append(f"{type(error).__name__}: {error}")
         assert time.monotonic() - began < SECONDS
-        CpuKernel.forward = forward  # type: ignore[method-assign]
+        setattr(*place, original)
     raise AssertionError("\n--\n".join(errors))
 
 
-def test_a_pass_that_failed_ends_the_next_call_at_once_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", PLACES)
+def test_a_pass_that_failed_ends_the_next_call_at_once_on_all_ranks(
+    tmp_path: Path, where: str
+) -> None:
     config = BurstConfig(timeout_seconds=SECONDS + 10)
-    with job(tmp_path / "store", 3, in_a_context, fails_in_a_tile, config) as failing:
+    scenario = partial(fails, where=where)
+    with job(tmp_path / "store", 3, in_a_context, scenario, config) as failing:
         found = failing.replies([0, 1, 2])
         cause = "it failed in call 2, forward: MemoryError: no room"
         for rank, (_, text, _) in found.items():
