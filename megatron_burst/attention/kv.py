@@ -43,7 +43,8 @@ class Latents:
         """Return what of it decides the bytes and the FLOPs; ValueError if nothing fits."""
         rows, rank = self.weight.shape
         rotary = k.shape[3] + v.shape[3] - rows / k.shape[2]
-        if self.latent.shape != (*k.shape[:2], rank) or not 0 < rotary == int(rotary):
+        fits = 0 < rotary == int(rotary) <= k.shape[3]
+        if not fits or self.latent.shape != (*k.shape[:2], rank):
             raise ValueError(
                 f"k {tuple(k.shape)} and v {tuple(v.shape)} are not made of a latent "
                 f"{tuple(self.latent.shape)} by a weight {tuple(self.weight.shape)}"

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron_burst.attention.autograd import ring_attention
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.inputs import check_alike
+from megatron_burst.attention.inputs import check_alike, check_context
 from megatron_burst.attention.kv import Latents, expand
 from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.plans.visibility.mask import Mask
@@ -48,16 +48,18 @@ def latent_ring_attention(
         ValueError: shapes or dtypes do not fit, or no kernel can serve them.
         CommunicationError: a peer died or took longer than the time limit.
     """
-    q, latent, rotary_key, weight = as_autocast(q, latent, rotary_key, weight)
-    check_alike(q=q, latent=latent, rotary_key=rotary_key, weight=weight)
-    heads, dr = max(q.shape[2], 1), rotary_key.shape[2]
-    value_dim = weight.shape[0] // heads - q.shape[3] + dr
-    fits = q.shape[:2] == latent.shape[:2] == rotary_key.shape[:2] and 0 < dr <= q.shape[3]
-    if not fits or value_dim <= 0 or weight.shape[0] % heads or weight.shape[1] != latent.shape[2]:
-        raise ValueError(
-            f"a weight {tuple(weight.shape)} does not make k and v for q {tuple(q.shape)} of a "
-            f"latent {tuple(latent.shape)} and a rotary key {tuple(rotary_key.shape)}"
-        )
+    check_context(context)
+    with context.agreed.told("latent attention"):
+        q, latent, rotary_key, weight = as_autocast(q, latent, rotary_key, weight)
+        check_alike(q=q, latent=latent, rotary_key=rotary_key, weight=weight)
+        (rows, rank), heads, dr = weight.shape, max(q.shape[2], 1), rotary_key.shape[2]
+        value_dim = rows // heads - q.shape[3] + dr
+        fits = q.shape[:2] == latent.shape[:2] == rotary_key.shape[:2] and 0 < dr <= q.shape[3]
+        if not fits or value_dim <= 0 or rows % heads or rank != latent.shape[2]:
+            raise ValueError(
+                f"a weight {tuple(weight.shape)} does not make k and v for q {tuple(q.shape)} of a "
+                f"latent {tuple(latent.shape)} and a rotary key {tuple(rotary_key.shape)}"
+            )
     k, v = expand(latent[:, :, None], rotary_key[:, :, None], weight, heads, value_dim)
     made_of = Latents(latent, weight)
     return ring_attention(q, k, v, context, mask=mask, softmax_scale=softmax_scale, latents=made_of)

@@ -61,5 +61,4 @@ def _per_query_head(x_BKHD: Tensor, q: Tensor) -> Tensor:
 
 
 def _per_kv_head(grad_BKHD: Tensor, like: Tensor) -> Tensor:
-    batch, tokens, kv_heads, dim = like.shape
-    return grad_BKHD.view(batch, tokens, kv_heads, -1, dim).sum(3).to(like.dtype)
+    return grad_BKHD.unflatten(2, (like.shape[2], -1)).sum(3).to(like.dtype)

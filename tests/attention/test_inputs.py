@@ -83,6 +83,13 @@ def test_scores_that_cannot_be_are_refused(
         ring_attention(Q, KV, KV, context, mask=Mask.causal(), **{name: value})
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_a_batch_may_be_empty(kernel: str) -> None:
+    context, q = BurstContext.create(BurstConfig(kernel=kernel)), Q[:0].clone().requires_grad_()
+    ring_attention(q, KV[:0], KV[:0], context, mask=Mask.causal()).sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+
+
 def test_what_is_no_context_and_no_mask_is_named(context: BurstContext) -> None:
     with pytest.raises(
         TypeError, match=r"mask must be a Mask, as Mask.causal\(\) is; got 'causal'"

@@ -396,6 +396,14 @@ def test_another_dtype_is_refused(alone: BurstContext) -> None:
         ring_attention(q, k, v, alone, mask=Mask.causal(), latents=wider)
 
 
+@pytest.mark.parametrize("rows", [20, 43])
+def test_a_weight_that_made_no_such_keys_is_refused(alone: BurstContext, rows: int) -> None:
+    q, latent, *_ = Case().inputs(1)
+    made_of = Latents(latent, torch.zeros(rows, 7))
+    with pytest.raises(ValueError, match=rf"made of a latent .* by a weight \({rows}, 7\)"):
+        ring_attention(q, q, q[..., :6], alone, mask=Mask.causal(), latents=made_of)
+
+
 def verified(team: Team, case: Case, fault: bool) -> dict[str, bool]:
     """Of each tensor that --burst-check reference looks at, whether it is wrong on this rank."""
     context = team.context(BurstConfig(**LATENT))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst import BurstConfig, BurstContext, Mask, latent_ring_attention, ring_attention
 from megatron_burst.attention import autograd, preparing
 from megatron_burst.attention import context as context_module
 from megatron_burst.attention.saved import AttentionMemory
@@ -184,6 +184,9 @@ def test_a_rank_with_another_plan_is_named(workers: WorkerPool) -> None:
     assert ["backward the query ring" in value for value in values] == [True, False, True]
 
 
+NO_LATENTS = (1, 4, 2, 8), (4,), (1, 4, 4), (16, 8)
+
+
 def cannot_alone(team: Team, how: str) -> tuple[str, float]:
     context, began = team.context(CONFIG), time.monotonic()
     if how != "at first":
@@ -204,6 +207,8 @@ def cannot_alone(team: Team, how: str) -> tuple[str, float]:
 
 def in_a_layer(context: BurstContext, how: str, rank: int, odd: dict[str, Any]) -> None:
     """As the plug-in calls, which looks at what its layer is given first."""
+    if how == "its latents" and rank == 1:
+        latent_ring_attention(*map(torch.zeros, NO_LATENTS), context, mask=Mask.causal())
     with context.agreed.told("layer 3"):
         if how == "before it calls" and rank == 1:
             raise ValueError("no kernel here")
@@ -215,13 +220,16 @@ def raised(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    "how", ["at first", "where others have planned before", "its input", "before it calls"]
+    "how",
+    ["at first", "where others have planned before", "its input", "before it calls", "its latents"],
 )
 def test_a_rank_that_cannot_is_named_by_all(workers: WorkerPool, how: str) -> None:
     found = workers.run(3, cannot_alone, how)
     texts, why = [text for text, _ in found], "no kernel here"
     if how == "its input":
         why = "a soft cap is positive and finite, got -1.0; None is no cap"
+    elif how == "its latents":
+        why = "latent must be [batch, tokens, rank], got (4,)"
     assert texts[1] == why
     assert texts[0] == texts[2] and f": it cannot: ValueError: {why}" in texts[0].splitlines()[2]
     assert max(seconds for _, seconds in found) < SECONDS
