@@ -88,7 +88,7 @@ def _rows(runs: Sequence[Interval], device: torch.device) -> Rows:
 
 
 def _table(values: NDArray[np.integer], device: torch.device) -> Tensor:
-    return to_device(torch.tensor(values), device)
+    return to_device(torch.tensor(values, device="cpu"), device)
 
 
 def rows_of(block: Block, rows: Rows | None) -> Block:

@@ -59,7 +59,7 @@ def _stripes(tile: KernelInput) -> Iterator[tuple[slice, slice, KernelInput, Ten
         mask = None
         if band != Band.FULL:
             visible = torch.from_numpy(band.visible(rows.length, keys.length))
-            mask = torch.zeros(visible.shape, dtype=tile.q.dtype)
+            mask = tile.q.new_zeros(visible.shape)
             mask.masked_fill_(~visible, -torch.inf)
         q, k, v = tile.q[:, rows.as_slice], tile.k[:, keys.as_slice], tile.v[:, keys.as_slice]
         yield rows.as_slice, keys.as_slice, KernelInput(q, k, v, Band.FULL, tile.scale), mask

@@ -53,7 +53,7 @@ class _Exchange:
     number: int
 
     def __init__(self, ranks: int) -> None:
-        every = torch.empty(ranks, _BYTES, dtype=torch.uint8)
+        every = torch.empty(ranks, _BYTES, dtype=torch.uint8, device="cpu")
         self.rows, self._bytes, self._ranks = [list(every)], every.numpy(), ranks
 
     @property

@@ -220,7 +220,7 @@ class Communicator:
             if is_by_gloo(group, "cpu"):
                 peer = (group.rank() + 1) % group.size()
                 with suppress(RuntimeError):  # that it took too long, or that they are closed
-                    group.recv([torch.empty(1)], peer, _NEVER).wait(_AT_ONCE)
+                    group.recv([torch.empty(1, device="cpu")], peer, _NEVER).wait(_AT_ONCE)
 
 
 def post_together(group: dist.ProcessGroup, calls: Sequence[_Call]) -> list[dist.Work]:

@@ -151,7 +151,7 @@ class PinnedBuffers:
             if small:  # torch keeps what is freed, by powers of two
                 torch._C._host_emptyCache()
             count = slab_count(size, self._taken[size])
-            slab = torch.empty(size * count, dtype=torch.uint8, pin_memory=True)
+            slab = torch.empty(size * count, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._free[size] += slab.split(size)
         fitting = min(large, default=size)
         self._taken[fitting] += 1

@@ -83,7 +83,7 @@ class Texts:
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
         data = bytearray(text.encode()[:_LONGEST].ljust(_LONGEST, b"\0"))
         mine = torch.frombuffer(data, dtype=torch.uint8)
-        self._buffers = {rank: torch.empty(_LONGEST, dtype=torch.uint8) for rank in others}
+        self._buffers = {rank: torch.empty_like(mine) for rank in others}
         self._sends = [_posted(dist.isend, mine, rank, group) for rank in others]
         self._receives = [_posted(dist.irecv, self._buffers[r], r, group) for r in others]
 

@@ -80,6 +80,26 @@ def test_automodel_3157_a_call_does_not_reuse_the_tensors_of_another(
         assert relative_error(x, expected) < FLOAT32_TOLERANCE
 
 
+def beside_a_default_device(team: Team, case: Case) -> list[Tensor]:
+    """As after `torch.set_default_device("cuda")`, which a tensor on the host must not follow."""
+    whole = case.inputs(4)
+    with torch.device("meta"):
+        context = team.context(BurstConfig(**case.config))
+        *leaves, dout = (context.shard(x, dim=1) for x in whole)
+        out = ring_attention(*(x.requires_grad_() for x in leaves), context, mask=case.mask)
+        gradients = torch.autograd.grad(out, leaves, dout)
+    return [context.unshard(x, dim=1) for x in (out, *gradients)]
+
+
+def test_torchs_default_device_is_only_that(workers: WorkerPool) -> None:
+    case = Case(chunk=6, masking=Masking(True, 7, (*range(10), 11, 23, 24, 48)))
+    found, expected = workers.run(4, beside_a_default_device, case)[0], case.expected(4)
+    wanted = expected.out, expected.dq, expected.dk, expected.dv
+    assert all(
+        relative_error(*pair) < FLOAT32_TOLERANCE for pair in zip(found, wanted, strict=True)
+    )
+
+
 def gradients_of_some(team: Team, wanted: str) -> bool:
     context = team.context(BurstConfig())
     q, k, v, dout = (context.shard(x, dim=1) for x in Case().inputs(context.ranks))

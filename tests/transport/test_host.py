@@ -26,7 +26,7 @@ def layer(x: Tensor) -> Tensor:
 def train(layers: int, prefetches: bool = True, steps: int = 2) -> Streams:
     """Inputs of layers leave behind each layer; in the backward one comes back ahead."""
     streams, host = Streams(), HostMemory()
-    with streams.recording():
+    with streams.recording(), torch.device("cuda"):  # torch's default device, as users set it
         for _ in range(steps):
             x, inputs = torch.zeros(64, device="cuda"), list[Stored]()
             for _ in range(layers):
