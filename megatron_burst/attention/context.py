@@ -57,6 +57,10 @@ class BurstContext:
         self.should_log = LogOnce(self.rank)
         self.kept = Kept()
 
+    def __deepcopy__(self, _: object) -> "BurstContext":
+        """Return itself: a copied module runs in the same group, and that cannot be copied."""
+        return self
+
     @classmethod
     def create(
         cls,

@@ -4,13 +4,14 @@ Each case is named after a report; those of sinks are in test_scores.py, those o
 and rotary positions under Megatron in tests/plugin and tests/training.
 """
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_burst import BurstConfig, Mask, ring_attention
+from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
 from tests.attention.cases import FLOAT32_TOLERANCE, Case, errors, run_cases
 from tests.oracle import relative_error
 from tests.plans.masks import Masking
@@ -98,6 +99,13 @@ def test_torchs_default_device_is_only_that(workers: WorkerPool) -> None:
     assert all(
         relative_error(*pair) < FLOAT32_TOLERANCE for pair in zip(found, wanted, strict=True)
     )
+
+
+def test_a_module_is_copied_without_its_context() -> None:
+    """As for an average of weights, or for a policy that stays as it was."""
+    module = torch.nn.Linear(2, 2)
+    module.context = BurstContext.create(BurstConfig())  # type: ignore[assignment]
+    assert copy.deepcopy(module).context is module.context
 
 
 def gradients_of_some(team: Team, wanted: str) -> bool:
