@@ -13,11 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.indexed_dataset import _IndexReader
+from megatron.core.datasets.utils import Split
 
 from megatron_burst.plugin.refusals import refuse_all
 
 _AT_ONCE = 2**20  # sequences
+_MEGATRONS_SPLIT = "969, 30, 1"  # where --data-path is given without
 
 
 def check_data_files(args: argparse.Namespace) -> None:
@@ -26,7 +32,8 @@ def check_data_files(args: argparse.Namespace) -> None:
     Not those in object stores, nor what is no file of tokens (--sft, an external loader).
 
     Raises:
-        ValueError: files are missing, truncated or damaged; the message names them all.
+        ValueError: files are missing, truncated or damaged, or too short for --split; the message
+            names them all.
     """
     if args.sft or args.dataloader_type == "external":
         return
@@ -35,7 +42,7 @@ def check_data_files(args: argparse.Namespace) -> None:
         if "://" in prefix:
             continue
         try:
-            _check(prefix)
+            _check_split(prefix, _check(prefix), args)
         except (OSError, ValueError) as error:
             reasons.append(f"{error}")
     refuse_all("the data set cannot be read", reasons)
@@ -93,6 +100,26 @@ def _check(prefix: str) -> _IndexReader:
     if actual > end:
         raise ValueError(f"{index} is of another file: it says {end} of {actual} bytes of {tokens}")
     return read
+
+
+def _check_split(prefix: str, read: _IndexReader, args: argparse.Namespace) -> None:
+    """Refuse a part of a split that no token falls into: Megatron would count its epochs for ever.
+
+    Megatron's default split does so with fewer than 500 sequences.
+    """
+    split = args.split or (_MEGATRONS_SPLIT if args.data_path else None)
+    if split is None:  # each part has files of its own
+        return
+    parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for name, part in zip(Split, parts, strict=True):
+        if part is None:
+            continue
+        begin, end = (round(border * len(read)) for border in part)
+        if not read.sequence_lengths[begin:end].any():
+            raise ValueError(
+                f"{prefix}: --split {split} gives {name.name} none of the tokens of its "
+                f"{len(read)} sequences: pass more, or 0"
+            )
 
 
 def _damage(read: _IndexReader) -> str | None:

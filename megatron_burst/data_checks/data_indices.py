@@ -49,7 +49,8 @@ def _checked(
         for path in paths if paths and all(path.is_file() for path in paths) else ():
             _read(path)
         indices = build(dataset)
-        if any(index is None for index in indices):  # --dataloader-defer-npy-index-mmap
+        is_late = any(index is None for index in indices)  # --dataloader-defer-npy-index-mmap
+        if is_late or dataset.config.fast_cache_load:
             return indices
         for name, text in itertools.chain(_kinds(names, indices), damage(dataset, *indices)):
             raise ValueError(_remedy(_cached(dataset, f"{name}.npy") or name, text))

@@ -20,6 +20,7 @@ from megatron_burst.data_checks.data_files import check_data_files  # noqa: E402
 def arguments(*data_path: str, **changes: Any) -> Any:
     names = "train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path"
     defaults = dict.fromkeys(names.split()) | {"sft": False, "dataloader_type": None}
+    defaults |= {"split": "100,0,0"}
     return SimpleNamespace(**defaults | {"data_path": list(data_path)} | changes)
 
 
@@ -96,6 +97,24 @@ def test_another_format_is_no_index(prefix: str) -> None:
     )
     index.write_bytes(whole[:9] + struct.pack("<Q", 2) + whole[17:])
     assert "bad version" in refusal(prefix)
+
+
+@pytest.mark.parametrize(
+    ("split", "fault"),
+    [
+        ("60,0,40", None),
+        ("1,1,1", "--split 1,1,1 gives valid none of the tokens of its 3 sequences"),
+        ("9,0,1", "--split 9,0,1 gives test none of"),
+        (None, "--split 969, 30, 1 gives valid none of"),  # Megatron's default
+    ],
+)
+def test_no_part_of_a_split_is_empty(prefix: str, split: str | None, fault: str | None) -> None:
+    """Megatron would look for its first token for ever."""
+    if fault is None:
+        check_data_files(arguments(prefix, split=split))
+    else:
+        assert f"{prefix}: {fault}" in refusal("1", prefix, split=split)
+    check_data_files(arguments(data_path=None, valid_data_path=[prefix], split=None))
 
 
 def test_what_is_no_file_of_tokens_is_left_alone() -> None:

@@ -83,6 +83,15 @@ def test_what_megatron_makes_passes(built: Any, changes: dict[str, Any]) -> None
     assert len(built("a", path_to_cache=None, **changes)[0]) >= SAMPLES
 
 
+def test_caches_that_are_to_be_loaded_fast_are_taken_as_they_are(
+    built: Any, tmp_path: Path
+) -> None:
+    one = ([str(tmp_path / "a")], None)
+    apart = {"blend": None, "split": None, "blend_per_split": [one, one, None]}
+    whole, fast = (built(**apart, fast_cache_load=fast)[0] for fast in (False, True))
+    assert fast[SAMPLES - 1]["tokens"].equal(whole[SAMPLES - 1]["tokens"])
+
+
 def zeroed(data: bytes) -> bytes:
     return data[:128] + bytes(len(data) - 128)
 
