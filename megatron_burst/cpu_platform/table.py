@@ -108,6 +108,23 @@ READS_GENERATOR = replaced_by(lambda *_, **__: torch.get_rng_state())
 SETS_GENERATOR = replaced_by(lambda state, *_, **__: torch.set_rng_state(state))
 
 
+def drawing_apart(build_loader: Callable[..., Any]) -> Callable[..., Any]:
+    """`build_pretraining_data_loader` whose loaders draw from a generator of their own.
+
+    They draw once whenever they are iterated. From the one that is CUDA's, too, that would change
+    the dropout of a training which goes on from a checkpoint.
+    """
+
+    @functools.wraps(build_loader)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        loader = build_loader(*args, **kwargs)
+        if isinstance(loader, torch.utils.data.DataLoader):
+            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        return loader
+
+    return build
+
+
 def with_one_worker(make_group: Callable[..., None]) -> Callable[..., None]:
     """`ProcessGroupGloo.__init__` with one thread for a group's collectives, not two.
 
@@ -266,6 +283,8 @@ STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     "megatron.training.training:initialize_megatron": lambda initialize: functools.partial(
         initialize, allow_no_cuda=True
     ),
+    # On a GPU what draws on the host draws apart from dropout.
+    "megatron.training.training:build_pretraining_data_loader": drawing_apart,
     # Nothing is compiled, so there is nothing to warm up; and the warm-up's random tensors would
     # come from the generator that initialises the model, in amounts that depend on the batch and
     # on TP, so that equal seeds gave unequal models.

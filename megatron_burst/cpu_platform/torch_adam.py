@@ -9,7 +9,8 @@ the checkpoint code of the distributed optimizer stumbles over that:
 - it loads one `step` tensor for all parameters, to which Adam then adds once a parameter;
 - it writes into float32 shards, views of parameters, in place, which autograd refuses;
 - under Megatron-FSDP a rank skips parameters of which it has no part, and one rank's `step` is
-  saved for all.
+  saved for all; and to have moments to load it takes a step without gradients, which stays where
+  --load has no checkpoint yet: `step` is one too many, and weights have decayed once.
 """
 
 import functools
@@ -39,6 +40,7 @@ def with_torch_adam(build_optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mend(distributed: Any) -> None:
     initialise_adam_state(distributed.optimizer)
+    distributed._init_optimizer_states_with_dummy_values = lambda: None  # they are there
     distributed.optimizer.register_load_state_dict_post_hook(give_each_parameter_its_step)
     if distributed.ddp_config.use_megatron_fsdp:
         distributed.optimizer.register_step_post_hook(count_steps_together)
@@ -53,7 +55,8 @@ def _mend(distributed: Any) -> None:
 
     distributed._get_main_param_and_optimizer_states = read_without_step
     distributed._set_main_param_and_optimizer_states = write_without_step
-    distributed.load_state_dict = torch.no_grad()(distributed.load_state_dict)
+    for name in ("load_state_dict", "load_parameter_state"):
+        setattr(distributed, name, torch.no_grad()(getattr(distributed, name)))
 
 
 def initialise_adam_state(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import common
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from megatron_burst.cpu_platform import gdn, mamba, platform
+from megatron_burst.cpu_platform import gdn, mamba, platform, table
 
 
 def check_tensors() -> None:
@@ -57,6 +57,8 @@ def check_random_numbers() -> None:
         second = torch.rand(3)
     assert torch.equal(outside, torch.get_rng_state()) and not torch.equal(first, second)
     torch.manual_seed(7)
+    loader = table.drawing_apart(torch.utils.data.DataLoader)([1, 2])
+    assert len(list(loader)) == 2
     assert torch.equal(first, torch.rand(3))
 
 

@@ -212,6 +212,26 @@ def test_only_distributed_optimizers_with_torchs_adam_are_mended() -> None:
     assert not plain.optimizer.state
 
 
+def test_a_distributed_optimizer_loads_into_views_of_parameters() -> None:
+    """And takes no step to have moments to load: they are there."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter])
+    write = lambda *_: parameter.view(2, 2)[0].zero_()  # noqa: E731
+    names = "load_state_dict load_parameter_state load_parameter_state_from_dp_reshardable"
+    names += " _get_main_param_and_optimizer_states _set_main_param_and_optimizer_states"
+    part = SimpleNamespace(
+        optimizer=optimizer,
+        ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+        _init_optimizer_states_with_dummy_values=optimizer.step,
+        **dict.fromkeys(names.split(), write),
+    )
+    mended = torch_adam.with_torch_adam(lambda: part)()
+    for name in ("load_state_dict", "load_parameter_state"):
+        getattr(mended, name)("distrib_optim.pt")
+    mended._init_optimizer_states_with_dummy_values()
+    assert parameter.tolist() == [0, 0, 1, 1] and optimizer.state[parameter]["step"] == 0
+
+
 def fake_megatron(folder, minor: int, parts=("core", "training")) -> str:
     for part in parts:
         (folder / "megatron" / part).mkdir(parents=True)

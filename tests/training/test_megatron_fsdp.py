@@ -59,10 +59,12 @@ def test_sharded_weights_train_the_same_and_resume_on_one_rank(
     flags, fsdp = flags_of(data), (*FSDP, "optim_grads_params")
     expected = train(tmp_path / "cp1", 1, *flags)
     half = len(STEPS) // 2
-    save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", str(half))
+    checkpoint = str(tmp_path / "checkpoint")
+    # As one starts what may be restarted; where nothing is to be loaded Megatron takes a step.
+    save = ("--save", checkpoint, "--load", checkpoint, "--save-interval", str(half))
     found = train(tmp_path / "fsdp", 2, *flags, *CP2, *fsdp, *save)
     report("FSDP CP 2", largest_difference(found, expected, STEPS), 1e-4)
-    load = ("--load", str(tmp_path / "checkpoint"), "--ckpt-step", str(half))
+    load = ("--load", checkpoint, "--ckpt-step", str(half))
     resumed = train(tmp_path / "resumed", 1, *flags, *fsdp, *load)
     assert sorted(resumed.losses) == list(STEPS[half:])
     report("FSDP CP 2 -> CP 1", largest_difference(resumed, expected, STEPS[half:]), 1e-4)
