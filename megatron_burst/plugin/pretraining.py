@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu, utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -76,6 +77,8 @@ def refusal(args: Namespace) -> str | None:
         return "no data is given: pass --data-path PREFIX, or --mock-data for made-up tokens"
     if args.sft and given == ["mock_data"]:
         return "--sft reads conversations: pass --data-path FILE in the place of --mock-data"
+    if reason := _evaluation_refusal(args):
+        return reason
     flags = [
         f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
     ]
@@ -87,6 +90,27 @@ def refusal(args: Namespace) -> str | None:
     return (
         f"{', '.join(flags)} needs Megatron-LM's own script: "
         f"python -m megatron_burst.run PATH/{script}"
+    )
+
+
+def _evaluation_refusal(args: Namespace) -> str:
+    """Say why Megatron's first evaluation would fail, maybe after a day; "" if it would not."""
+    if args.full_validation and not args.multiple_validation_sets:
+        return (
+            "--full-validation: Megatron takes the length of one set for a list of them: add "
+            "--multiple-validation-sets, which one set serves, too"
+        )
+    if args.train_data_path or args.valid_data_path or args.test_data_path:
+        missing = "no --valid-data-path" if args.valid_data_path is None else ""
+    else:
+        is_split = bool(args.data_path or args.data_args_path) and args.split
+        is_none = is_split and not parse_and_normalize_split(args.split)[1]
+        missing = f"--split {args.split}" if is_none else ""
+    if not missing or not (args.eval_iters or args.full_validation):
+        return ""
+    return (
+        f"{missing}: there is no validation set for --eval-iters {args.eval_iters}: pass one, or "
+        "--eval-iters 0"
     )
 
 
@@ -113,12 +137,16 @@ def forward_step(
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     args = get_args()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
     batch = _next_batch(
         data_iterator,
-        get_attr_wrapped_model(model, "vp_stage"),
+        vp_stage,
         args.micro_batch_size if model.training else args.eval_micro_batch_size,
     )
     timers("batch-generator").stop()
+    packed = _packed(batch["cu_seqlens"], batch["max_seqlen"])
+    if packed is not None and model.training and not vp_stage:  # once a micro-batch that trains
+        update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)  # in Megatron's FLOPs
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(
         batch["tokens"],
@@ -126,7 +154,7 @@ def forward_step(
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
-        packed_seq_params=_packed(batch["cu_seqlens"], batch["max_seqlen"]),
+        packed_seq_params=packed,
     )
     return output, partial(_masked_loss, batch["loss_mask"])
 
@@ -179,7 +207,7 @@ def _next_batch(
 
 
 def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqParams | None:
-    """Say in Megatron's words where documents begin, and count them in its FLOPs.
+    """Say in Megatron's words where documents begin.
 
     The longest one's length is for Megatron's own attention and rotary embeddings; of the number of
     all tokens it makes what tells its Mamba layers where a document begins.
@@ -188,7 +216,6 @@ def _packed(cu_seqlens: Tensor | None, max_seqlen: Tensor | None) -> PackedSeqPa
         return None
     assert max_seqlen is not None  # the data set makes both
     bounds = cu_seqlens.squeeze(0)
-    update_seqlen_stats_from_cu_seqlens(bounds)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,

@@ -24,13 +24,20 @@ TIMER = SimpleNamespace(start=lambda: None, stop=lambda: None)
 
 
 def given_to_the_model(
-    monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any], **options: bool
+    monkeypatch: pytest.MonkeyPatch,
+    batch: dict[str, Any],
+    stage: int | None = None,
+    trains: bool = True,
+    **options: bool,
 ) -> dict[str, Any]:
-    """Run a step on a batch as the data loader and Megatron's flattening make it."""
+    """Run a step on a batch as the data loader and Megatron's flattening make it.
+
+    With the lengths of the documents that Megatron's FLOPs count, if any.
+    """
     given: dict[str, Any] = {}
 
     class Model(torch.nn.Module):
-        vp_stage = None
+        vp_stage = stage
 
         def forward(self, *_: Any, **options: Any) -> torch.Tensor:
             given.update(options)
@@ -41,12 +48,13 @@ def given_to_the_model(
             return self.forward(*args, **options)
 
     keys = (*pretraining._BATCH_KEYS, *pretraining._DOCUMENT_KEYS)
-    args = SimpleNamespace(micro_batch_size=2, seq_length=8)
+    args = SimpleNamespace(micro_batch_size=2, eval_micro_batch_size=2, seq_length=8)
     monkeypatch.setattr(pretraining, "get_args", lambda: args)
     monkeypatch.setattr(pretraining, "get_timers", lambda: lambda *_, **__: TIMER)
     monkeypatch.setattr(pretraining, "_next_batch", lambda *_: dict.fromkeys(keys) | batch)
-    monkeypatch.setattr(pretraining, "update_seqlen_stats_from_cu_seqlens", lambda bounds: None)
-    pretraining.forward_step(iter(()), Model(), **options)
+    count = lambda bounds: given.update(counted=bounds.diff().tolist())  # noqa: E731
+    monkeypatch.setattr(pretraining, "update_seqlen_stats_from_cu_seqlens", count)
+    pretraining.forward_step(iter(()), Model().train(trains), **options)
     return given
 
 
@@ -60,6 +68,16 @@ def test_layers_of_megatrons_own_know_where_documents_begin_and_the_longest(
     assert length == 8 and isinstance(length, int)
     assert packed.cu_seqlens_q.tolist() == [0, 5, 8, 16] and packed.tokens_per_sample == 8
     assert packed.seq_idx.tolist() == [5 * [0] + 3 * [1] + 8 * [2]]  # of Mamba layers
+
+
+def test_flops_count_the_documents_of_a_training_micro_batch_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not of an evaluation, and not again on each of a rank's virtual stages."""
+    batch = {"cu_seqlens": torch.tensor([[0, 5, 8, 16]]), "max_seqlen": torch.tensor([8])}
+    for stage, trains, counted in ((0, True, [5, 3, 8]), (1, True, None), (None, False, None)):
+        assert given_to_the_model(monkeypatch, batch, stage, trains).get("counted") == counted
+    assert given_to_the_model(monkeypatch, batch)["counted"] == [5, 3, 8]
 
 
 def test_a_plan_is_asked_for_with_what_a_forward_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +99,16 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
         ({"mock_data": False, "ckpt_convert_format": "torch_dist"}, None),
         ({"sft": True}, "--sft reads conversations: pass --data-path FILE in the place of"),
         ({"sft": True, "data_path": ["conversations.jsonl"]}, None),
+        ({"eval_iters": 9}, None),  # made-up data are split evenly
+        ({"eval_iters": 9, "data_path": ["corpus"], "split": "9,1,0"}, None),
+        ({"data_path": ["corpus"], "split": "9,0,1"}, None),
+        (
+            {"eval_iters": 9, "data_path": ["corpus"], "split": "9,0,1"},
+            "--split 9,0,1: there is no validation set for --eval-iters 9: pass one, or --eval-it",
+        ),
+        ({"eval_iters": 9, "train_data_path": ["corpus"]}, "no --valid-data-path: there is no val"),
+        ({"full_validation": True}, "of them: add --multiple-validation-sets"),
+        ({"full_validation": True, "multiple_validation_sets": True}, None),
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
         ({"mtp_num_layers": 1}, None),
         ({"pipeline_model_parallel_layout": "E|tL"}, None),
@@ -93,7 +121,9 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
 )
 def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: str | None) -> None:
     off = dict.fromkeys((*pretraining._DATA, *pretraining._NEEDS_UPSTREAM_SCRIPT), False)
-    off |= {"mock_data": True, "sft": False}
+    off |= {"mock_data": True, "sft": False, "eval_iters": 0, "split": None}
+    off |= dict.fromkeys(("full_validation", "multiple_validation_sets"), False)
+    off |= {"valid_data_path": None}
     off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
     off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
     said = pretraining.refusal(SimpleNamespace(**off | changes))
