@@ -228,6 +228,17 @@ def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
         staged = of_layers(4, pipeline_model_parallel_size=8, pipeline_dtype=torch.bfloat16)
         with pytest.raises(ValueError, match=f"puts {gib}.0 GiB"):
             host_room.HostRoom(131072, None, (0.0, 0.0), batches)([staged])
+    # Two virtual stages of 4 layers on 4 ranks: (7 + a group) / 2 are under way.
+    pipeline: dict[str, Any] = {
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_dtype": torch.bfloat16,
+    }
+    monkeypatch.setattr(host_room, "get_num_microbatches", lambda: 64)
+    for group, gib in ((4, 44), (16, 92)):
+        stages = 2 * [of_layers(4, microbatch_group_size_per_vp_stage=group, **pipeline)]
+        with pytest.raises(ValueError, match=f"puts {gib}.0 GiB"):
+            host_room.HostRoom(131072, None)(stages)
 
 
 def test_what_is_counted() -> None:
@@ -236,6 +247,9 @@ def test_what_is_counted() -> None:
     assert host_room.offloaded(spread, 131072, None) == {2**29: 32}
     wide = of_layers(32, fp32_residual_connection=True)
     assert host_room.offloaded(wide, 131072, None) == {2**31: 32}
+    predicting = of_layers(32)
+    predicting.mtp = SimpleNamespace(layers=[None])  # its checkpoint saves embeddings, too
+    assert host_room.offloaded(predicting, 131072, None) == {2**30: 34}
     rows = 131072 // 4 * 16  # of a rank's heads
     for recompute, inputs, calls in (
         ({}, 32, 32),

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.config import refuse
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
-from megatron_burst.plugin.models import need_language_models
+from megatron_burst.plugin.models import mtp_layers, need_language_models
 from megatron_burst.transport.host import pinned_bytes
 
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -75,8 +75,10 @@ class HostRoom:
 
     def _offloaded(self) -> float:
         config, virtual = self._stages[0].config, len(self._stages)
-        waiting = config.pipeline_model_parallel_size
-        waiting *= 1 + 1 / virtual if virtual > 1 else 1  # interleaved: a longer warm-up
+        waiting = ranks = config.pipeline_model_parallel_size
+        if virtual > 1:  # interleaved: the first rank's warm-up, in parts of a stage
+            group = config.microbatch_group_size_per_vp_stage
+            waiting = ((virtual - 1) * group + 2 * ranks - 1) / virtual
         at_once, tensors = min(waiting, self._micro_batches()), Counter[int]()
         for stage in self._stages:
             tensors.update(offloaded(stage, self._tokens, self._fraction))
@@ -127,7 +129,7 @@ def offloaded(model: Any, tokens: int, fraction: float | None) -> Counter[int]:
     if config.multi_latent_attention:
         head = config.v_head_dim
     kept = 0.0 if fraction is None else (1 - fraction) * tokens * heads
-    sizes = Counter({inputs: _checkpoints(config, len(model.decoder.layers))})
+    sizes = Counter({inputs: _inputs(model)})
     if kept:
         sizes.update(dict.fromkeys((round(kept * head * element), round(kept * 4)), _calls(model)))
     return sizes
@@ -143,11 +145,15 @@ def _calls(model: Any) -> int:
     return sum(isinstance(module, BurstCoreAttention) for module in each)
 
 
-def _checkpoints(config: TransformerConfig, layers: int) -> int:
+def _inputs(model: Any) -> int:
+    """Count what checkpoints save; one of MTP, whose layers have none under `block`, two inputs."""
+    config, layers = model.config, len(model.decoder.layers)
     if config.recompute_granularity != "full":
         return 0
     number = config.recompute_num_layers or 1
-    return min(number, layers) if config.recompute_method == "block" else math.ceil(layers / number)
+    if config.recompute_method == "block":
+        return min(number, layers)
+    return math.ceil(layers / number) + 2 * len([*mtp_layers(model)])
 
 
 def available_bytes() -> int:
