@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.kernels.in_triton import triton_kernels
@@ -100,13 +101,16 @@ def linear_cross_entropy(  # type: ignore[misc]  # its settings are spelled out
         backward raises a ValueError.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, both chunk_size and memory_mb, or a
-            memory limit too small for one token.
+        ValueError: shapes, dtypes or settings that do not fit, other numbers of rows or targets on
+            ranks of the group, both chunk_size and memory_mb, or a memory limit too small for one
+            token.
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")
     if entropy and reduction != "none":
         raise ValueError(f"entropy is of every token: reduction must be none, got {reduction!r}")
+    if group is not None:
+        _compare(weight, targets, group)
     counted = targets != ignore_index
     number = counted.sum() if reduction == "mean" else 1
     call = Call(
@@ -161,6 +165,21 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
     head = Head(weight.detach(), call, vocabulary, spread, call.chunking(sizes))
     made: tuple[Tensor, ...] = LinearCrossEntropy.apply(hidden, weight, targets, head)
     return made
+
+
+def _compare(weight: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
+    """Compare what shards would be taken for others' by, on every rank; the host waits."""
+    if weight.is_meta or isinstance(weight, FakeTensor) or is_captured(weight):
+        return
+    given = weight.new_tensor([weight.shape[0], targets.numel()], dtype=torch.int64)
+    of_ranks = given.new_empty(group.size() * 2)
+    dist.all_gather_into_tensor(of_ranks, given, group=group)
+    if (of_ranks.view(-1, 2) != given).any():
+        rows, tokens = of_ranks.view(-1, 2).t().tolist()
+        raise ValueError(
+            f"the ranks of the group give {rows} rows of the weight and {tokens} targets: pad the "
+            "vocabulary, or the tokens, to as many on every rank"
+        )
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:

@@ -45,7 +45,8 @@ def on_a_rank(team: Team, case: Case, sequence_parallel: bool, arguments: Any) -
     def counting(name: str) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
             is_statistics = name.startswith("all_gather") and not kwargs.get("async_op")
-            called.append("statistics" if is_statistics else name)
+            is_sizes = args[0].dtype == torch.int64
+            called.append("sizes" if is_sizes else "statistics" if is_statistics else name)
             return originals[name](*args, **kwargs)
 
         return collective
@@ -141,11 +142,28 @@ def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     case.targets.fill_(1)  # none is left out
     options = {"chunk_size": 2}
     (whole, _) = workers.run(2, on_a_rank, case, False, options)
-    assert whole.collectives == ["statistics", "all_reduce"]
+    assert whole.collectives == ["sizes", "statistics", "all_reduce"]
     (spread, _) = workers.run(2, on_a_rank, case, True, {"chunk_size": 10})
     gather, reduce = "all_gather_into_tensor", "reduce_scatter_tensor"
     forward, backward = [gather] * 3, [gather, gather, reduce, gather, reduce, reduce]
-    assert spread.collectives == [*forward, "statistics", *backward]
+    assert spread.collectives == ["sizes", *forward, "statistics", *backward]
+
+
+def uneven(team: Team, fewer_rows: int, fewer_tokens: int) -> str:
+    tokens = 5 - team.rank * fewer_tokens
+    hidden, weight = torch.ones(tokens, 2), torch.ones(5 - team.rank * fewer_rows, 2)
+    with pytest.raises(ValueError) as raised:
+        linear_cross_entropy(hidden, weight, torch.ones(tokens).long(), group=team.group)
+    return str(raised.value)
+
+
+def test_what_ranks_would_take_for_each_others_is_refused(workers: WorkerPool) -> None:
+    """As `weight.chunk(2)` makes of an odd vocabulary: without a word the losses were others."""
+    for fewer, said in (
+        ((2, 0), "give [5, 3] rows of the weight and [5, 5] targets: pad"),
+        ((0, 1), "give [5, 5] rows of the weight and [5, 4] targets: pad"),
+    ):
+        assert all(said in each for each in workers.run(2, uneven, *fewer))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence-parallel"])
