@@ -433,6 +433,17 @@ def test_the_whole_loss_sums_into_main_grad(dtype: torch.dtype, mask: Tensor | N
         assert weight.grad_added_to_main_grad
 
 
+def test_dw_of_logits_is_not_dropped_beside_losses() -> None:
+    """Autograd has it where no kernel sums it, and losses tell DDP to leave the gradient alone."""
+    made, plain = in_chunks(model()), model()
+    ours, weight = (each.output_layer.weight for each in (made, plain))
+    ours.main_grad, ours.grad_added_to_main_grad = torch.zeros(ROWS, SIZE), False
+    for each in (plain, made):
+        (run(each).sum() + run(each, None).square().sum()).backward()
+    assert ours.grad_added_to_main_grad and ours.zero_out_wgrad  # then DDP adds the gradient
+    torch.testing.assert_close(ours.main_grad + ours.grad, weight.grad)
+
+
 @pytest.mark.parametrize("has_main_grad", [False, True])
 def test_dw_in_blocks_of_rows_goes_where_all_of_it_goes(has_main_grad: bool) -> None:
     """Behind a micro-batch that made it at once, and told DDP to leave the gradient alone."""

@@ -243,6 +243,9 @@ class ChunkedLoss:
         if isinstance(weight, UnmadeLogits):
             return self._made(weight, input_), None
         if self._labels is None:
+            if torch.is_grad_enabled():  # else DDP would drop their dW in a step that has losses
+                own: Any = layer.weight if weight is None else weight
+                own.zero_out_wgrad = True
             return self._make_logits(input_, weight, runtime_gather_output)
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
         if gathers and layer.tp_group.size() > 1:
