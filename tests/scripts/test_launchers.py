@@ -151,6 +151,8 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
     assert re.search(r"node 0 \(.+\): the ranks of this node ended with status 7", done.stdout)
     assert "ended with status 7; the log is" in done.stderr
     assert machine.text("out/status") == "7\n"
+    done = machine.run("lib/launch", "node", "--output", "out", BURST_PYTHON="/no", expect=2)
+    assert re.search(r"node 0 \(.+\): .* No such file or directory: '/no'", done.stderr)
 
 
 SLURM = ("launch.slurm", "--nodes", "2")
@@ -167,6 +169,7 @@ SLURM = ("launch.slurm", "--nodes", "2")
         (("launch.slurm",), {}, "--nodes N"),
         ((*SLURM, "--check"), {}, "Slurm's HealthCheckProgram drains nodes"),
         (("check_nodes.sh", "--timeout", "3"), {}, "it is enough to name the --nodes"),
+        ((*SLURM, "--output", "a%j"), {}, "a%j: in --output a % or \\ has a meaning for sbatch"),
         ((*SLURM, "--output", "a,b:c"), {"BURST_IMAGE": "i:1"}, "a,b:c: a path with a comma or a"),
     ],
 )
@@ -270,12 +273,19 @@ def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machi
     assert machine.arguments()[4] == "3"
 
 
-def test_an_env_file_that_prints_changes_no_variable(machine: Machine) -> None:
-    (machine.folder / "env.sh").write_text("echo modules are loaded\nNEW=1\n")
-    with mock.patch.dict(os.environ, machine.environment):
+def test_an_env_file_changes_the_variables_that_it_says(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by what it prints; one of the same name on PATH is another."""
+    (machine.folder / "env.sh").write_text("echo modules are loaded\nNEW=1\nunset OLD\n")
+    (machine.folder / "bin/env.sh").write_text("NEW=2")
+    monkeypatch.chdir(machine.folder)
+    given = {**machine.environment, "BURST_ENV": "env.sh", "OLD": "1", "LATIN": "\udce4"}
+    with mock.patch.dict(os.environ, given):
         site.load_env()
         assert not [name for name in os.environ if "modules" in name]
-        assert os.environ["NEW"] == "1"
+        assert (os.environ["NEW"], os.environ["LATIN"]) == ("1", "\udce4")
+        assert "OLD" not in os.environ
 
 
 def test_what_megatron_refuses_beside_other_flags_is_not_set(machine: Machine) -> None:
@@ -335,6 +345,24 @@ def test_the_device_towards_a_host_is_found() -> None:
     assert site.device_towards("localhost") == device  # a host whose own name means loopback
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="no root, or no ip")
+def test_a_network_of_ipv6_is_not_taken_for_that_of_the_default_route() -> None:
+    lines = [
+        *("link add fast type veth peer fast2", "link add slow type veth peer slow2"),
+        *("address add fd00:7::1/64 dev fast nodad", "address add 192.0.2.1/24 dev slow"),
+        *(f"link set {name} up" for name in ("fast", "fast2", "slow", "slow2")),
+        "route add default via 192.0.2.2",
+    ]
+    code = "from megatron_burst.tools.launch import site; print(site.device_towards('fd00:7::2'))"
+    asked = shlex.join([sys.executable, "-c", code])
+    line = f"{' && '.join(f'ip {line}' for line in lines)} || exit 77; {asked}"
+    words = ["unshare", "--net", "sh", "-c", line]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip(f"no such devices here: {done.stderr}")
+    assert done.stdout == "fast\n", done.stderr
+
+
 # ---- a list of nodes
 
 TWO = ("--nodes", "n1 user@n2", "--output", "out")
@@ -342,13 +370,15 @@ TWO = ("--nodes", "n1 user@n2", "--output", "out")
 
 def test_every_node_gets_its_number_and_the_flags(machine: Machine) -> None:
     run = ("--run", "toy", "--gpt")
-    machine.run("launch_nodes.sh", *TWO, *run, *AWKWARD, "--measure", NCCL_DEBUG="WARN")
+    mine = {"NCCL_DEBUG": "WARN", "PYTHONPATH": "/mine"}
+    machine.run("launch_nodes.sh", *TWO, *run, *AWKWARD, "--measure", **mine)
     for rank, host in enumerate(("n1", "n2")):
         given = machine.arguments(host)
         assert given[2:8] == ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "n1"]
         flags = [*named("toy", gpt=True), *AWKWARD, "--measure"]
         assert given[-len(flags) :] == flags
         assert machine.variables(host)["NCCL_DEBUG"] == "WARN"
+        assert machine.variables(host)["PYTHONPATH"] == f"{ROOT}:/mine"
     ports = {machine.arguments(host)[9] for host in ("n1", "n2")}
     assert len(ports) == 1 and 10000 <= int(ports.pop()) < 30000
 
@@ -378,13 +408,18 @@ def test_a_node_that_cannot_be_reached_ends_the_others(machine: Machine) -> None
     assert "dead ended with status 255" in done.stdout
 
 
-def test_nodes_may_stand_on_lines_of_their_own_and_are_no_options_of_ssh() -> None:
+def test_nodes_may_stand_on_lines_of_their_own_and_are_no_options_of_ssh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def hosts(nodes: str) -> list[str]:
         return ssh.hosts_of(launch.parse(["check", "--nodes", nodes]))
 
     assert hosts("n1\nn2\n") == ["n1", "n2"]
     with pytest.raises(ValueError, match=r"-oProxyCommand=touch\$IFS/tmp/x is no name of a node"):
         hosts("n1 -oProxyCommand=touch$IFS/tmp/x")
+    monkeypatch.setenv("BURST_NODES", "n1 n2")
+    with pytest.raises(ValueError, match="say which nodes"):
+        hosts("")  # of --nodes "$(check_nodes.sh --list)", where none is free
 
 
 def test_in_a_container_flags_settings_and_mounts_arrive(machine: Machine) -> None:
@@ -444,6 +479,8 @@ def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -
 
 
 def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
+    """Whatever names the site's settings use for themselves."""
+    (machine.folder / "env.sh").write_text("root=x output=x size=9 chain=yes; set -- x\n")
     machine.run("launch.slurm", "--output", "out", *AWKWARD, **JOB)
     for rank, host in enumerate(("n1", "n2")):
         given = machine.arguments(host)
@@ -592,17 +629,36 @@ def test_a_chain_whose_training_is_done_ends(machine: Machine) -> None:
     assert machine.text("out/status") == "0\n"
 
 
-@pytest.mark.parametrize("holder", ["41", "42"])
-def test_an_output_that_another_job_holds_is_refused(machine: Machine, holder: str) -> None:
-    """But not by an earlier start of the same."""
+@pytest.mark.parametrize(
+    ("holder", "start", "refused"), [("41", 0, True), ("42", 0, False), ("42", 1, True)]
+)
+def test_an_output_that_another_job_holds_is_refused(
+    machine: Machine, holder: str, start: int, refused: bool
+) -> None:
+    """But not by an earlier start of the same; salloc's job may start this twice."""
     (machine.folder / "out").mkdir()
     with (machine.folder / "out/.megatron-burst.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(f'{{"host": "h", "slurm": "{holder}"}}')
+        lock.write(f'{{"host": "h", "slurm": "{holder}", "start": "{start}"}}')
         lock.flush()
-        expect = 2 if holder == "41" else 0
-        done = machine.run("launch.slurm", "--output", "out", expect=expect, **JOB)
-    assert ("is in use by" in done.stderr) == (holder == "41")
+        given = {**JOB, "SLURM_RESTART_COUNT": "1"}
+        done = machine.run("launch.slurm", "--output", "out", expect=2 * refused, **given)
+    assert ("is in use by" in done.stderr) == refused
+
+
+def test_where_nothing_can_be_locked_or_written_the_status_is_the_trainings(
+    machine: Machine,
+) -> None:
+    """As of Lustre that is mounted without locks; the disk is full when the training ends."""
+    flock = machine.folder / "bin/flock"
+    flock.write_text("#!/bin/sh\nexit 71\n")
+    flock.chmod(0o755)
+    machine.training("rm -f out/status; mkdir -p out/status; exit 7")
+    for launcher, more in (("launch.slurm", JOB), ("launch_local.sh", {})):
+        done = machine.run(launcher, "--output", "out", expect=7, **more)
+        assert "ended with status 7; the log is" in done.stderr
+        (machine.folder / "out/status").rmdir()
+        assert ("is not kept from other jobs" in done.stderr) == bool(more)
 
 
 @pytest.mark.parametrize("command", [("launch.slurm",), ("lib/launch", "slurm")])

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         status = _run_ranks(args, signals, who)
         if status:
             say(f"the ranks of this node ended with status {status}", who=who)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # as where there is no such Python
         say(str(error), who=who)
     finally:
         # As soon as a node fails srun ends the others and may drop what it has not read yet.

@@ -179,7 +179,10 @@ def run_logged(commands: Commands, directory: Path) -> int:
     status = _run(commands, signals, log, subprocess.PIPE, log.pipe)
     deadline = time.monotonic() + GRACE_SECONDS
     log.end(lambda: signals.ended and time.monotonic() > deadline)
-    (directory / "status").write_text(f"{status}\n")
+    try:
+        (directory / "status").write_text(f"{status}\n")
+    except OSError as error:  # as where the disk is full
+        say(f"the status, {status}, was not written: {error}")
     if status:
         say(f"ended with status {status}; the log is {directory / 'log.txt'}")
     return status

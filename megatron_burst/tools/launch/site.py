@@ -35,14 +35,17 @@ def load_env() -> None:
         ValueError: the file that BURST_ENV names cannot be read, or the file fails.
     """
     named = os.environ.get("BURST_ENV")
-    file = Path(named) if named else ROOT / "scripts" / "env.sh"
+    file = Path(named).absolute() if named else ROOT / "scripts" / "env.sh"
     if os.access(file, os.R_OK):
         command = ["bash", "-euc", 'set -a; source "$1" >&2; exec env -0', "bash", str(file)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE)
         if done.returncode:
             raise ValueError(f"{file} ended with status {done.returncode}")
-        lines = done.stdout.split("\0")
-        os.environ.update(dict(line.split("=", 1) for line in lines if "=" in line))
+        lines = os.fsdecode(done.stdout).split("\0")
+        settings = dict(line.split("=", 1) for line in lines if "=" in line)
+        for name in os.environ.keys() - settings.keys():
+            del os.environ[name]  # the file unsets it
+        os.environ.update(settings)
     elif named:
         raise ValueError(f"BURST_ENV={named} cannot be read")
     paths = os.environ.get("PYTHONPATH", "").split(":")
@@ -69,10 +72,12 @@ def network_settings(master: str) -> dict[str, str]:
 def device_towards(host: str) -> str:
     """Return the device by which this node reaches a host; on it, the one with its address."""
     for target in (host, ANYWHERE):  # /etc/hosts makes many hosts' own names a loopback
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # which sends nothing
-            own = probe.getsockname()[0]
-            if not own.startswith("127."):
+        with suppress(OSError):
+            family, kind, *_, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # which sends nothing
+                own = probe.getsockname()[0]
+            if not own.startswith(("127.", "::1")):
                 rows = json.loads(hardware.output("ip", "-j", "address", "show", "to", own) or "[]")
                 return next((str(row["ifname"]) for row in rows if row), "")
     return ""

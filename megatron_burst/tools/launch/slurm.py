@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run and not shutil.which("sbatch"):
         raise ValueError("there is no sbatch here: submit on a login node, or `launch ssh`")
     output = site.prepare_output(args, runs=False)
+    if {"%", "\\"} & {*str(output)}:
+        raise ValueError(f"{output}: in --output a % or \\ has a meaning for sbatch")
     os.environ["BURST_COMMAND"] = site.command_line(args)  # for the job, which writes it down
     given = [*["--chain"] * args.chain, "--output", str(output), *node.given(args)]
     wait = ["--wait"] if args.wait else []

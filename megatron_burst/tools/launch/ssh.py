@@ -17,7 +17,8 @@ Python, package and current directory have the same paths on all nodes, or BURST
 one node fails all are ended, with a message that names it, and also if this is killed: the ranks
 end with the connection that started them. The settings of a site: docs/cluster.md.
 """
-SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+# Of a connection that is shared (ControlPersist), a process outlives it and holds its output.
+SSH = "ssh -o BatchMode=yes -o ControlPath=none -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 DOCKER = "--gpus all --ipc host"
 
 
@@ -51,8 +52,8 @@ def hosts_of(args: argparse.Namespace) -> list[str]:
     Raises:
         ValueError: there are none, or ssh would take one for an option.
     """
-    hosts = (args.nodes or os.environ.get("BURST_NODES", "")).split()
-    if not hosts:
+    given = os.environ.get("BURST_NODES", "") if args.nodes is None else args.nodes
+    if not (hosts := given.split()):
         raise ValueError('say which nodes: --nodes "HOST HOST ..." or BURST_NODES')
     if wrong := [host for host in hosts if host.startswith("-")]:
         raise ValueError(f"{wrong[0]} is no name of a node")
@@ -70,7 +71,8 @@ def connect(host: str, output: Path, *task: str) -> list[str]:
     image = os.environ.get("BURST_IMAGE", "")
     here = Path.cwd()
     variables = {name: value for name, value in os.environ.items() if site.FOR_NODES.match(name)}
-    variables |= {"PYTHONPATH": str(site.ROOT)} if site.CHECKOUT else {}
+    paths = str(site.ROOT) * site.CHECKOUT if image else os.environ.get("PYTHONPATH", "")
+    variables |= {"PYTHONPATH": paths} if paths else {}
     container: list[str] = []
     if image:
         settings = [word for name in variables for word in ("--env", name)]
