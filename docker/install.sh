@@ -19,7 +19,7 @@ Environment variables:
 END
 }
 
-source_dir=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+source_dir=$(cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/.." && pwd)
 python=${PYTHON:-python3}
 megatron_core=${MEGATRON_CORE:-0.19.2}
 megatron="" user="" more=()

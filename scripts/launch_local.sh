@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Trains on this machine alone: megatron-burst launch local.
 set -euo pipefail
-exec "$(dirname -- "${BASH_SOURCE[0]}")/lib/launch" local "$@"
+exec "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/lib/launch" local "$@"

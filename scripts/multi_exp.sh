@@ -14,7 +14,7 @@ interruption give the same command. One that fails does not stop the others.
 END
 }
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/.." && pwd)
 python=${BURST_PYTHON:-$root/.venv/bin/python}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 names="" output=runs/series options=()
@@ -29,7 +29,8 @@ while (($#)); do
 done
 if [[ -z $names ]]; then usage >&2; exit 2; fi
 
-failed=()
+failed=() compare="" told=0
+trap 'told=1; kill "$compare" 2>/dev/null || exit 143' TERM INT HUP
 set -f # patterns are for the names of runs, not for files
 for pattern in $names; do
     found=$("$python" -m megatron_burst plan --list "$pattern" | sed -n '/^runs:$/,$ s/^  //p')
@@ -37,7 +38,10 @@ for pattern in $names; do
     for name in $found; do
         printf -- '-- %s\n' "$name"
         "$python" -m megatron_burst compare --run "$name" --output "$output/$name" \
-            ${options[@]+"${options[@]}"} || failed+=("$name")
+            ${options[@]+"${options[@]}"} &
+        compare=$!
+        wait "$compare" || failed+=("$name")
+        if ((told)); then wait "$compare" || true; exit 143; fi
     done
 done
 if ((${#failed[@]})); then

@@ -54,7 +54,7 @@ for file in "$info" "${scripts[@]}"; do
     [[ -f $megatron/$file ]] || refuse "$megatron is no checkout of Megatron-LM: it lacks $file"
 done
 megatron=$(cd -- "$megatron" && pwd -P)
-patch=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../patches" && pwd)/launch.patch
+patch=$(cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/../patches" && pwd)/launch.patch
 
 # git apply in the checkout, which need not be a repository, but may lie inside of one.
 apply() {
@@ -64,6 +64,7 @@ apply() {
 prove() {
     local python script sign log pattern
     python=${PYTHON:-$(command -v python3 || command -v python)} || refuse "no Python on PATH"
+    if [[ $python == */* && $python != /* ]]; then python=$PWD/$python; fi
     for script in "${scripts[@]}"; do
         pattern=()
         [[ $script == pretrain_gpt.py ]] || pattern=(--hybrid-layer-pattern "*-*-")

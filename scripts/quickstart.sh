@@ -45,7 +45,7 @@ if [[ ! $steps =~ ^[1-9][0-9]*$ ]]; then
 fi
 
 # shellcheck source=scripts/setup.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/setup.sh"
 burst_setup || exit 1
 exec "$burst_python" -m megatron_burst compare --toy --no-trace --variants 'CP=1 burst,burst,ring flat' \
     --output "${output:-$burst_root/runs/quickstart}" ${inputs[@]+"${inputs[@]}"} ${model[@]+"${model[@]}"} -- \

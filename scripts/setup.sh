@@ -16,8 +16,9 @@ Environment variables, beside those of pip and uv:
 END_OF_TEXT
 }
 
-burst_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+burst_root=$(cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/.." && pwd)
 burst_venv=${BURST_VENV:-$burst_root/.venv}
+if [[ $burst_venv != /* ]]; then burst_venv=$PWD/$burst_venv; fi
 burst_python=$burst_venv/bin/python
 burst_stamp=$burst_venv/.megatron-burst-ready # what was installed; empty while this script makes it
 

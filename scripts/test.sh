@@ -24,7 +24,7 @@ for argument in "$@"; do
 done
 
 # shellcheck source=scripts/setup.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/setup.sh"
 burst_setup || exit 1
 cd -- "$burst_root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores

@@ -52,6 +52,7 @@ case $* in
     "-m megatron_burst compare "*)
         (shift 3; IFS="|"; echo "$*") >>"$STAND_INS/compared"
         if [[ $* == *"--fail-in $5" ]]; then exit 1; fi
+        if [[ $* == *--hang ]]; then echo $$ >"$STAND_INS/hanging"; exec sleep 600; fi
         exit ;;
     *--fail-early*) echo "it fails before its first step"; exit 9 ;;
 esac

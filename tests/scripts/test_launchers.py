@@ -34,13 +34,14 @@ AWKWARD = ("--title", "a b", "--quote", 'it\'s "so"', "--glob", "*", "--empty", 
 @pytest.mark.parametrize("script", STARTED, ids=lambda path: path.name)
 def test_every_script_explains_itself_and_does_nothing(script: Path, tmp_path: Path) -> None:
     env = {**os.environ, "BURST_PYTHON": sys.executable}
-    done = subprocess.run(
-        [str(script), "--help"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    link, empty = tmp_path / script.name, tmp_path / "empty"
+    link.symlink_to(script)
+    empty.mkdir()
+    done = subprocess.run([str(link), "--help"], cwd=empty, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     starts = (f"Usage: {script.relative_to(ROOT)}", "usage: megatron-burst launch ")
     assert done.stdout.startswith(starts)
-    assert not list(tmp_path.iterdir())
+    assert not list(empty.iterdir())
 
 
 @pytest.mark.slow
@@ -111,8 +112,8 @@ def test_the_tutorials_job_outlives_the_signal_that_its_time_is_over(machine: Ma
     """Slurm sends it to all processes of a step; the ranks save, and torchrun waits for them."""
     for name, text in {
         "srun": 'while [[ $1 != bash ]]; do shift; done; exec "$@"',
-        "scontrol": "echo n1",
-        "torchrun": "echo begun; for n in 1 2 3 4; do sleep 0.2; done; echo saved",
+        "scontrol": "exec seq -f n%g 100000",  # more than a pipe holds
+        "torchrun": "echo begun $MASTER_ADDR; for n in 1 2 3 4; do sleep 0.2; done; echo saved",
     }.items():
         file = machine.folder / "bin" / name
         file.unlink(missing_ok=True)
@@ -121,7 +122,7 @@ def test_the_tutorials_job_outlives_the_signal_that_its_time_is_over(machine: Ma
     command = ["bash", str(SCRIPTS / "llama3_8b_128k.sbatch")]
     variables = {**machine.environment, **JOB}
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None and job.stdout.readline() == "begun\n"
+        assert job.stdout is not None and job.stdout.readline() == "begun n1\n"
         job.send_signal(signal.SIGUSR1)  # by exec it is torchrun
         assert job.stdout.read() == "saved\n"
     assert job.returncode == 0

@@ -1,6 +1,10 @@
 """The check of nodes, and comparisons of several runs, with stand-ins. (fast tier)"""
 
-from tests.scripts.stand_ins import Machine
+import signal
+
+import pytest
+
+from tests.scripts.stand_ins import Machine, gone, wait_for
 
 # ---- several runs
 
@@ -26,6 +30,17 @@ def test_one_that_fails_does_not_stop_the_others(machine: Machine) -> None:
         ("llama3_8b", "multi_exp: no run matches llama3_8b"),  # a model
     ):
         assert said in machine.run("multi_exp.sh", "--runs", name, expect=1).stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_a_series_ends_what_it_compares(machine: Machine, number: int) -> None:
+    """Ctrl-C goes to all of its processes, a batch system's SIGTERM to the script alone."""
+    job = machine.start("multi_exp.sh", "--runs", "toy*", "--", "--hang")
+    pid = int(wait_for(lambda: machine.text("hanging").strip()))
+    job.send_signal(number)
+    job.communicate(timeout=20)
+    assert job.returncode == 143 and gone(pid)
+    assert len(machine.text("compared").splitlines()) == 1
 
 
 # ---- nodes

@@ -85,7 +85,7 @@ def test_the_patched_scripts_train_ours_and_the_reverse_is_the_original(
 
 
 def test_twice_is_once(checkout: Path) -> None:
-    python = fake_python(checkout, TRAINS)
+    python = os.path.relpath(fake_python(checkout, TRAINS))
     assert patch(checkout, python=python).returncode == 0
     patched = (checkout / "pretrain_gpt.py").read_text()
     done = patch(checkout, python=python)

@@ -17,7 +17,7 @@ SCRIPTS = sorted(
 )
 TOOLS = (
     *("bash", "cat", "cksum", "cut", "dirname", "flock", "grep", "id", "mkdir", "rm", "sleep"),
-    "uname",
+    *("realpath", "uname"),
 )
 GOOD = f'exec "{sys.executable}" "$@"'
 SHIM = 'echo "pyenv: $0: command not found" >&2; exit 127'
@@ -104,6 +104,14 @@ def test_a_python_that_serves_is_found(
     given = {name: value.format(machine) for name, value in variables.items()}
     result = shell(machine, 'find_python; echo "$found_python"', **given)
     assert result.stdout.strip() == str(machine / python), result.stderr
+
+
+def test_paths_are_whole_by_a_link_and_in_another_folder(machine: Path) -> None:
+    link = machine / "bin" / "setup.sh"
+    link.symlink_to(ROOT / "scripts" / "setup.sh")
+    line = f'source {link}; echo "$burst_root $burst_python"'
+    result = shell(machine, line, BURST_VENV="venv")
+    assert result.stdout == f"{ROOT} {Path.cwd()}/venv/bin/python\n"
 
 
 def test_uv_is_asked_last(machine: Path) -> None:
