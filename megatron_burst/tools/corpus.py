@@ -7,6 +7,7 @@ with a token of its own. How long they are decides how packed sequences spread o
 
 import hashlib
 import json
+import re
 import shlex
 import struct
 import sysconfig
@@ -118,7 +119,7 @@ def documents(inputs: Sequence[Path], *, paragraphs: bool = False) -> Iterator[b
     for file in files(inputs):
         lines = file.suffix in (".jsonl", ".ndjson")
         for text in _lines(file) if lines else [_text(file)]:
-            parts = text.split(b"\n\n") if paragraphs else [text]
+            parts = re.split(rb"\r?\n(?:\r?\n)+", text) if paragraphs else [text]
             yield from filter(None, parts)
 
 

@@ -95,7 +95,7 @@ def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(tmp_path: Pat
 def test_paragraphs_are_documents_if_asked_and_lengths_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = text_file(tmp_path / "x.txt", "a\nb\n\n\n\nccccc\n\ndd")
+    text = text_file(tmp_path / "x.txt", "a\nb\n\n\nccccc\r\n\r\ndd")
     assert run(tmp_path, "--paragraphs", "--input", text) == 0
     assert tokens_of(facts(tmp_path)["prefix"]) == [[*t, 256] for t in (b"a\nb", b"ccccc", b"dd")]
     said, flags = capsys.readouterr().out.splitlines()
