@@ -340,6 +340,11 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
         ),
         (["--run", "toy", "--", "--fp8-format", "hybrid"], "the GPUs of cpu have no FP8"),
         (
+            "--model llama3_8b --cluster h100 --gpus 8 --seq-length 8k -- --fp8-format hybrid "
+            "--mlp-chunks 2".split(),
+            "--mlp-chunks is refused beside --fp8-format",
+        ),
+        (
             "--run toy -- --pipeline-model-parallel-size 4 --context-parallel-size 1".split(),
             "4 parts of --hybrid-layer-pattern would have 0 to 1 layers of attention; put | ",
         ),

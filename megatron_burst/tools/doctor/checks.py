@@ -45,7 +45,7 @@ def findings(line: LaunchLine, target: Target, parsed: Parsed) -> Iterator[Findi
     if (args := parsed.args) is None:
         return
     is_ours = getattr(args, "context_parallel_algo", MEGATRON) != MEGATRON
-    yield from _sizes(args)
+    yield from _sizes(args, target.nodes * target.ranks_per_node)
     yield from _start(args, line, target)
     yield from _losses(args)
     yield from _windows(args)
@@ -74,15 +74,21 @@ def launcher_findings(line: LaunchLine, target: Target) -> Iterator[Finding]:
 # ---- runs that stop after the parser, or start something else than meant
 
 
-def _sizes(args: Namespace) -> Iterator[Finding]:
+def _sizes(args: Namespace, ranks: int) -> Iterator[Finding]:
     """Divisions that Megatron looks at only when the model runs."""
     heads = args.num_attention_heads or 0
     groups = (args.group_query_attention and args.num_query_groups) or 1
     local = (args.seq_length or 0) // (args.context_parallel_size or 1)
-    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    tensor, experts = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    of_experts = (args.expert_tensor_parallel_size or tensor) * args.pipeline_model_parallel_size
+    sizes = "--expert-model-parallel-size x pipeline x expert-tensor sizes"
     for what, number, by, divisor in (
         ("--num-attention-heads", heads, "--num-query-groups", groups),
-        ("a rank's part of --seq-length", local, "--tensor-model-parallel-size", tensor),
+        (
+            *("a rank's part of --seq-length", local, "--tensor-model-parallel-size"),
+            tensor if args.sequence_parallel else 1,
+        ),
+        ("the number of ranks", ranks, sizes, of_experts * experts if experts > 1 else 1),
     ):
         if number % (divisor or 1):
             text = f"{what}, {number}, does not divide by {by}, {divisor}"

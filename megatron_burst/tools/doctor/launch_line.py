@@ -130,5 +130,5 @@ class Target(NamedTuple):
             is_available=lambda: True,
             device_count=lambda: 1,  # cuDNN's version comes after a look at every device
             get_device_capability=lambda *_: (major, minor),
-            get_device_properties=lambda *_: SimpleNamespace(major=major, minor=minor),
+            get_device_properties=lambda *_: SimpleNamespace(major=major, minor=minor, name="GPU"),
         )

@@ -47,7 +47,10 @@ def findings(
         yield Finding("memory", Level.WARNING, text, "more nodes, or fewer tokens")
         return
     if added := savings_that_fit(given, machine, gpus):
-        yield Finding("memory", Level.WARNING, text, " ".join(arguments(added)))
+        flags = " ".join(arguments(added))
+        if "lm-head-loss" in added and "cross-entropy-loss-fusion" in given:
+            flags += ", without --cross-entropy-loss-fusion"
+        yield Finding("memory", Level.WARNING, text, flags)
         return
     if load.recompute:
         text += ", nor with all savings"

@@ -27,7 +27,11 @@ from megatron_burst.plugin.arguments import check_ranks, parallel_sizes
 from megatron_burst.plugin.settings import burst_config_from_args
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine, Target
 
-_NO_ROPE_FUSION = "apply_rope_fusion is not available"  # Megatron's words without TransformerEngine
+# Megatron's words without TransformerEngine, and the argument that asks for it.
+_FUSIONS = {
+    "apply_rope_fusion is not available": "apply_rope_fusion",
+    "fused permutation is not available": "moe_permute_fusion",
+}
 
 
 @dataclass(slots=True)
@@ -54,13 +58,20 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
         try:
             _parse(line, target, parsed)
         except SystemExit as leaving:
-            parsed.stops.append(_last_words(leaving, said))
+            parsed.stops.append(_last_words(leaving, said, line.program))
         except Exception as error:  # whatever ends the program is what is asked for
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
+            told = {text for stop in parsed.stops for text in stop.splitlines()}
             again = _reasons(str(error)) or [where]
-            parsed.stops += [text for text in again if text not in parsed.stops]
+            parsed.stops += [text for text in again if not _details(text) <= told]
     return parsed
+
+
+def _details(text: str) -> set[str]:
+    """The lines of a refusal, without its headline where others follow."""
+    first, *more = text.splitlines()
+    return {*more} or {first}
 
 
 @contextlib.contextmanager
@@ -151,22 +162,28 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Pa
     if args.vocab_size is None and args.padded_vocab_size is None and reads_vocabulary:
         # A training builds the tokenizer first; any size will do here.
         args.padded_vocab_size = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    try:
-        model_config = pretraining.model_config(args)
-    except ValueError as error:
-        if not target.is_cluster or _NO_ROPE_FUSION not in str(error):
-            raise
-        parsed.absent = "TransformerEngine is not installed here: RoPE's fusion was not checked"
-        args.apply_rope_fusion = False
-        model_config = pretraining.model_config(args)
+    absent, model_config = list[str](), None
+    while model_config is None:
+        try:
+            model_config = pretraining.model_config(args)
+        except ValueError as error:
+            fusion = next((name for words, name in _FUSIONS.items() if words in str(error)), "")
+            if not (target.is_cluster and fusion) or fusion in absent:
+                raise
+            setattr(args, fusion, False)
+            absent.append(fusion)
+            parsed.absent = f"TransformerEngine is not installed here: {' and '.join(absent)} "
+            parsed.absent += "not checked"
     if parsed.config is not None:
         said = "\n".join(parsed.stops)
         parsed.stops += [text for text in refusals(model_config.transformer) if text not in said]
 
 
-def _last_words(leaving: SystemExit, said: io.StringIO) -> str:
+def _last_words(leaving: SystemExit, said: io.StringIO, program: str) -> str:
     """What the program said: argparse prints pages of usage before its one line."""
     if isinstance(leaving.code, str):
         return leaving.code.removeprefix("megatron_burst: ")
     _, separator, error = said.getvalue().rpartition("error: ")
+    if error.startswith("unrecognized arguments") and program.endswith(".py"):
+        error = f"{error.strip()}; if {program} adds them to Megatron's parser, leave them out here"
     return error.strip() if separator else f"it ends with status {leaving.code}"

@@ -120,6 +120,8 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         )
     if load.fp8 and cluster.fp8_speedup == 1:
         raise ValueError(f"--fp8-format: the GPUs of {cluster.name} have no FP8")
+    if load.fp8 and config_of(MlpConfig, given).chunks != 1:
+        raise ValueError("--mlp-chunks is refused beside --fp8-format")
     return load
 
 

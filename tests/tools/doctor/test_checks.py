@@ -103,6 +103,8 @@ CASES = [
     ("megatrons-chunks", None, CHUNKS, ""),
     ("divisibility", E, "--group-query-attention --num-query-groups 5", ""),
     ("divisibility", E, "--sequence-parallel --tensor-model-parallel-size 5", ""),
+    ("divisibility", E, "--num-experts 32 --expert-model-parallel-size 32", ""),
+    ("divisibility", None, "--num-experts 16 --expert-model-parallel-size 16", ""),
     ("no-length", E, OURS, "--train-iters 10"),
     ("no-length", E, OURS, "--eval-interval 10"),
     ("lost-checkpoint", W, f"{OURS} --load nowhere", ""),
@@ -212,5 +214,9 @@ def test_memory_of_documents_and_of_megatrons_own_attention_is_judged() -> None:
         assert one.level is Level.WARNING and one.remedy.startswith("--recompute-granularity full")
         assert "that may be counted on h100" in one.text and "nor with" not in one.text
         assert ("one document" in one.text) == ("dataloader_inter_document_masking" in more)
+    fused = {"lm_head_loss": False, "lm_head_memory_mb": False, "cross_entropy_loss_fusion": True}
+    (one,) = found(**fused, seq_length=2**19)
+    assert one.remedy.startswith("--lm-head-loss chunked")
+    assert one.remedy.endswith(", without --cross-entropy-loss-fusion")
     (one,) = found(seq_length=2**25, max_position_embeddings=2**25)
     assert one.text.endswith(", nor with all savings") and one.remedy.startswith("more GPUs, or")

@@ -68,7 +68,9 @@ def test_a_cluster_may_have_the_transformer_engine_that_is_not_here(
 ) -> None:
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", None)
-    words = ["python", "pretrain_gpt.py", *MODEL, *BURST[2:], *CP16]  # Megatron's own defaults
+    monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.fused_permute", None)
+    experts = ["--num-experts", "4", "--moe-permute-fusion"]
+    words = ["python", "pretrain_gpt.py", *MODEL, *BURST[2:], *CP16, *experts]
     status, report = judged(capsys, *words)
     assert status == 0 and of_level(report, "note") == ["not-here"], report["findings"]
     _, report = judged(capsys, *words, "--reset-position-ids")
@@ -174,11 +176,24 @@ def test_a_tokenizer_brings_its_vocabulary(
     assert status == (name == "Null"), report["findings"]
 
 
-def test_what_is_refused_is_said_once(megatron: None, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--burst-head-parallel-size", "0"]
-    _, report = judged(capsys, *MODEL, *BURST, *CP16, *wrong)
-    texts = [f["text"] for f in report["findings"] if "--burst-head-parallel-size" in f["text"]]
+@pytest.mark.parametrize("wrong", ["--burst-head-parallel-size 0", "--attention-backend fused"])
+def test_what_is_refused_is_said_once(
+    megatron: None, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    _, report = judged(capsys, *MODEL, *BURST, *CP16, *wrong.split())
+    texts = [f["text"] for f in report["findings"] if wrong.split()[0] in f["text"]]
     assert len(texts) == 1
+
+
+def test_a_script_may_know_flags_of_its_own(
+    megatron: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = judged(capsys, "python", "mine.py", *MODEL, *BURST[2:], *CP16, "--mine", "3")
+    (text,) = (f["text"] for f in report["findings"] if f["level"] == "error")
+    assert text == (
+        "unrecognized arguments: --mine 3; if mine.py adds them to Megatron's parser, leave them "
+        "out here"
+    )
 
 
 def test_strict_counts_what_is_silently_wrong(
@@ -331,5 +346,6 @@ def test_kernels_answer_for_gpus_that_are_not_here() -> None:
     for capability, older in (((7, 0), True), ((9, 0), False)):
         with Target(1, 1, capability).pretended():
             found = {s.kernel: s for s in served(request)}
+            assert torch.cuda.get_device_name(0), "which Megatron's main asks for when imported"
         assert list(found) == list(KERNELS)
         assert any("older than 8.0" in r for r in found["aten_flash"].reasons) == older
