@@ -35,6 +35,7 @@ class AttentionPlan:
     moves_kv: bool = False  # in either pass
     moves_queries: bool = False  # in the backward
     choice: str = ""  # how messages go, in words that are the same on all ranks
+    schedules: str = ""  # of both passes, by name
     known: dict[tuple[str, int], tuple[Plan, Lowered]] = field(default_factory=dict)
     """What was lowered, by the pass and the identity of its plan."""
 

@@ -7,7 +7,6 @@ from megatron_burst.attention.call import AttentionPlan
 from megatron_burst.attention.head_exchange import HeadExchange
 from megatron_burst.attention.log import Means
 from megatron_burst.attention.signature import CallSignature
-from megatron_burst.kernels import Kernel
 from megatron_burst.plans.visibility.layout import Layout
 
 _KEPT = 64  # more than the masks of one step
@@ -40,6 +39,6 @@ class Kept:
     means: Means = field(default_factory=Means)
 
     @property
-    def kernel(self) -> Kernel:
-        """The kernel of the last call."""
-        return next(reversed(self.ready.values())).kernel
+    def last(self) -> AttentionPlan:
+        """The last call."""
+        return next(reversed(self.ready.values()))

@@ -135,6 +135,7 @@ def _plan(context: BurstContext, signature: CallSignature) -> AttentionPlan:
         moves_kv=any(Kind.KV in plan.moved for plan in plans),
         moves_queries=Kind.QUERY in plans[1].moved,
         choice=said,
+        schedules=choice.names,
     )
 
 

@@ -90,11 +90,11 @@ def _check_all(
         try:
             if case.config not in contexts:
                 contexts[case.config] = BurstContext.create(case.config)
-            kernel, findings = check(case, contexts[case.config], device)
+            ran, findings = check(case, contexts[case.config], device)
         except ValueError as error:  # on all ranks
             problems.append(f"{case} cannot run: {error}")
             continue
-        results[f"{case}, {contexts[case.config].grid}, {kernel}"] = findings
+        results[f"{case}, {ran}"] = findings
         problems += [f"{case}, {finding}" for finding in findings.values() if finding.where]
     return results, problems
 
@@ -102,7 +102,7 @@ def _check_all(
 def check(
     case: Case, context: BurstContext, device: torch.device
 ) -> tuple[str, dict[str, Finding]]:
-    """Return the kernel's name and, for each tensor, the worst finding of all ranks."""
+    """Return schedule and kernel and, for each tensor, the worst finding of all ranks."""
     args = case.args
     generator = torch.Generator().manual_seed(1 + context.rank)
 
@@ -126,7 +126,9 @@ def check(
     )
     out.backward(dout.detach())
     findings = worst(itertools.chain.from_iterable(context.gather("collect what was found", mine)))
-    return context.kept.kernel.name, findings
+    call = context.kept.last
+    is_ring = call.schedules.count("ring") == call.schedules.count(" and ") + 1
+    return f"{context.grid if is_ring else call.schedules}, {call.kernel.name}", findings
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:

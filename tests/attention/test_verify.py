@@ -306,6 +306,8 @@ def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None
     found = workers.run(8, command, "--algorithm burst ulysses --backward kv", "lost gradient")
     assert {status for status, _ in found} == {1}
     assert re.search(r"(?s)burst, kv.* dk on rank \d: error.*\nulysses, .* cannot run", found[0][1])
+    mesh = workers.run(8, command, "--backward kv --topology mesh --gpus-per-node 2")
+    assert "causal, float32, 2 x 2 kv mesh, cpu" in mesh[0][1]
 
 
 def test_the_kernel_that_it_names_is_that_of_the_last_call(
@@ -316,7 +318,7 @@ def test_the_kernel_that_it_names_is_that_of_the_last_call(
     context, x = BurstContext.create(BurstConfig()), torch.ones(1, 4, 2, 8)
     for mask, name in ((Mask.causal(), "reference"), (Mask.full(), "cpu")) * 2:
         prepare(context, x, x, x, mask, 1.0)
-        assert context.kept.kernel.name == name
+        assert context.kept.last.kernel.name == name
 
 
 def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spread(

@@ -65,6 +65,12 @@ class Choice:
         """Whether a pass is a direct exchange."""
         return any(isinstance(of[0].schedule, Direct) for of in (self.forward, self.backward))
 
+    @property
+    def names(self) -> str:
+        """What the log calls the schedules of the forward and the backward."""
+        taken = (of[0].schedule.name for of in (self.forward, self.backward))
+        return " and ".join(dict.fromkeys(taken))
+
     def plans(self, rank: int) -> tuple[Plan, Plan]:
         """Return the plans of a rank's forward and backward."""
         return self.forward[0].schedule.forward(rank), self.backward[0].schedule.backward(rank)
