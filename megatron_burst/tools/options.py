@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.examples, self._takes_megatrons = examples, " -- " in about or "after -- " in about
+        self.examples, self._takes_more = examples, any(" -- " in text for text in examples)
         self.add_argument("--json", action="store_true", help="print one JSON object instead")
 
     def format_help(self) -> str:
@@ -27,11 +27,12 @@ class Parser(argparse.ArgumentParser):
         return f"examples:\n{lines}\n{super().format_help()}"
 
     def error(self, message: str) -> NoReturn:
-        """End with a message; behind a flag that is none of ours, where it may belong."""
-        _, unknown, words = message.partition("unrecognized arguments: --")
-        if self._takes_megatrons and unknown:
-            near = get_close_matches(f"--{words.split()[0]}", self._option_string_actions, 1, 0.8)
-            place = f"Megatron's flags go behind --: {self.prog} … -- --{words}"
+        """End with a message; behind a word that is none of ours, where it may belong."""
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        if self._takes_more and unknown:
+            near = get_close_matches(words.split()[0], self._option_string_actions, 1, 0.8)
+            what = "Megatron's flags go" if words.startswith("--") else "a command goes"
+            place = f"{what} behind --: {self.prog} … -- {words}"
             message += f"; the nearest is {near[0]}" if near else f"; {place}"
         super().error(message)
 

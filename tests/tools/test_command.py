@@ -53,6 +53,7 @@ def test_what_is_no_verb_or_no_text_is_refused(
             "megatron-burst plan … -- --tensor-model-parallel-size 2",
         ),
         ("--clustr h100", "the nearest is --cluster"),
+        ("torchrun x.py", "a command goes behind --: megatron-burst plan … -- torchrun x.py"),
     ],
 )
 def test_a_flag_in_the_wrong_place_is_shown_its_own(

@@ -33,6 +33,7 @@ from megatron_burst.tools.flags import (
 from megatron_burst.tools.flops import peak_tflops
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.own_flags import checked
 from megatron_burst.transport import lock
 
 _OURS = """
@@ -81,7 +82,16 @@ def main(argv: list[str]) -> int:
 
 
 def _fill(args: argparse.Namespace) -> None:
-    """Replace what was not given by its default."""
+    """Replace what was not given by its default.
+
+    Raises:
+        ValueError: flags that contradict each other, or that nothing knows.
+    """
+    if (args.toy and args.run) or (args.input and not args.toy):
+        raise ValueError("--toy and --run have a model each, and --input is text for --toy")
+    if args.tolerance is not None and args.tolerance < 0:
+        raise ValueError(f"--tolerance {args.tolerance} is negative")
+    checked(Configs.read(), parsed(args.flags))
     name = "-toy" if args.toy else f"-{args.run}" if args.run else ""
     args.output = (args.output or Path("runs") / f"compare{name}").resolve()
     if args.toy:
