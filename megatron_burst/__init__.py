@@ -4,6 +4,7 @@ Importing this package loads nothing; its names need torch and numpy alone, and 
 Megatron lives in `megatron_burst.plugin`.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from megatron_burst.config import BurstConfig as BurstConfig
     from megatron_burst.loss.function import linear_cross_entropy as linear_cross_entropy
     from megatron_burst.plans.visibility.mask import Mask as Mask
+
+if sys.version_info < (3, 12):  # noqa: UP036 - from a checkout, where no pip refuses it
+    raise ImportError(f"megatron_burst needs Python 3.12 or newer, this is {sys.version}")
 
 __version__ = "0.1.0"
 

@@ -312,3 +312,9 @@ def test_the_layer_spec_and_the_hooks_need_nothing_of_megatrons_training_loop() 
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["attention"] == ["BurstCoreAttention"] * 2
+
+
+def test_an_older_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(ImportError, match="needs Python 3.12 or newer"):
+        importlib.reload(megatron_burst)

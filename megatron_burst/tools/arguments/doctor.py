@@ -9,7 +9,7 @@ _ABOUT = """What is installed, what serves, and whether a training command will 
 
 The command may begin with variables, torchrun or python, or be flags alone. Megatron's parser and
 all validation run on it, then the checks on known silent errors. It is judged for this machine, or
-with --gpus-per-node or --nodes for a cluster, on the packages of this machine. The exit status is 0
+with one of the next four flags for a cluster, on the packages of this machine. The exit status is 0
 if the command line will run, else 1."""
 
 
@@ -28,21 +28,23 @@ def parser() -> options.Parser:
     add("--gpus-per-node", type=number, metavar="L", help="GPUs, and ranks, of a node")
     text = "a table of the planner's, against whose memory it is held (default: of the GPUs here)"
     add("--cluster", metavar="NAME", help=text)
-    text = "of the cluster's GPUs (default: by --cluster, else 9.0, Hopper; 8.0 is Ampere)"
-    add("--compute-capability", type=_capability, metavar="X.Y", help=text)
+    text = "of its GPUs (default: by --cluster, else 9.0, Hopper; 8.0 is Ampere)"
+    add("--compute-capability", type=capability, metavar="X.Y", help=text)
     text = "of one rank's attention, to ask the kernels about (default: the command's)"
-    add("--shape", type=_sizes, metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
+    add("--shape", type=sizes, metavar="HEADS,KV_HEADS,SIZE[,VALUE_SIZE]", help=text)
     add("--dtype", choices=_DTYPES, default="bfloat16", help="of --shape (default: %(default)s)")
     add("--strict", action="store_true", help="exit status 1 for what runs but is wrong, too")
     return made
 
 
-def _capability(text: str) -> tuple[int, int]:
+def capability(text: str) -> tuple[int, int]:
+    """Read 9.0: the `type` of a flag."""
     major, _, minor = text.partition(".")
     return int(major), int(minor or 0)
 
 
-def _sizes(text: str) -> tuple[int, int, int, int]:
+def sizes(text: str) -> tuple[int, int, int, int]:
+    """Read the sizes of a shape: the `type` of a flag."""
     heads, kv_heads, size, *more = map(options.positive, text.split(","))
     if heads % kv_heads:
         raise ArgumentTypeError(f"{heads} heads are no multiple of {kv_heads} kv heads")

@@ -85,7 +85,7 @@ def _target(given: argparse.Namespace, line: LaunchLine | None) -> Target:
     nodes, per_node = max(world // local, 1), local
     if line is not None:
         nodes, per_node = line.nodes or nodes, line.ranks_per_node or per_node
-    if given.gpus_per_node is None and given.nodes is None:
+    if not (given.gpus_per_node or given.nodes or given.cluster or given.compute_capability):
         return Target(nodes, per_node)
     capability = given.compute_capability or _HOPPER
     if given.cluster and not given.compute_capability:

@@ -75,7 +75,8 @@ def _of_torchrun(words: Sequence[str], gpus_here: int, known: int | None) -> Lau
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             options = get_args_parser().parse_args(list(words))
     except SystemExit as leaving:
-        raise ValueError(f"torchrun: {said.getvalue().strip().splitlines()[-1]}") from leaving
+        why = said.getvalue().strip().rpartition("error: ")[2]
+        raise ValueError(f"torchrun: {why}") from leaving
     nodes = str(options.nnodes).split(":")[0]  # elastic: the fewest
     if not (nodes.isdigit() or known):
         raise ValueError(f"torchrun: --nnodes {options.nnodes} is no number")

@@ -284,6 +284,16 @@ def test_a_shape_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], sha
     assert "error: argument --shape: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--compute-capability 8.0", "--cluster a100"])
+def test_gpus_that_are_named_are_those_judged(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    main([*flag.split(), "--shape", "16,2,128", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["target"].endswith("GPUs of compute capability 8.0")
+    assert " on cuda, " in report["shape"]
+
+
 def test_a_shape_that_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--gpus-per-node", "1", "--shape", "16,2,300"]) == 1
     assert "head size 300 is not a multiple of 8" in capsys.readouterr().out
