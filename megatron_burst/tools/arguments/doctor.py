@@ -9,8 +9,8 @@ _ABOUT = """What is installed, what serves, and whether a training command will 
 
 The command may begin with variables, torchrun or python, or be flags alone. Megatron's parser and
 all validation run on it, then the checks on known silent errors. It is judged for this machine, or
-with one of the next four flags for a cluster, on the packages of this machine. The exit status is 0
-if the command line will run, else 1."""
+with --nodes, --gpus-per-node, --cluster or --compute-capability for a cluster, on the packages of
+this machine. The exit status is 0 if the command line will run, else 1."""
 
 
 def parser() -> options.Parser:
