@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from megatron_burst.plugin.scans.bytes_sent import ScanShape, shapes_of
-from megatron_burst.tools.flags import Flags, heads_of, hybrid_pattern, whole
+from megatron_burst.tools.flags import Flags, heads_of, hybrid_pattern, kept, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Model:
     latents: Latents | None
     vocabulary: int  # padded
     tied: bool
+    positions: int  # numbers of learned position embeddings; tensor-parallel ranks have all of them
     mtp: int  # heads, each with a layer and losses of its own
     kinds: str  # Megatron's symbols of the layers, those of each of MTP's heads behind a `/`
     scans: dict[str, ScanShape]  # what layers with a state send by, for a tensor-parallel rank
@@ -84,7 +85,8 @@ class Model:
     def parameters(self) -> int:
         """Of all matrices."""
         embeddings = self.head_parameters * (1 if self.tied else 2)
-        return sum(part.count * part.parameters for part in self.parts.values()) + embeddings
+        layers = sum(part.count * part.parameters for part in self.parts.values())
+        return layers + embeddings + self.positions
 
     def _attention(self) -> Part:
         queries, values = self.heads * self.head_dim, self.heads * self.value_head_dim
@@ -111,7 +113,7 @@ def model_of(given: Flags) -> Model:
     """
     layers = "hybrid-layer-pattern" if "hybrid-layer-pattern" in given else "num-layers"
     needed = (layers, "hidden-size", "num-attention-heads", "vocab-size")
-    if missing := [f"--{name}" for name in needed if name not in given]:
+    if missing := [f"--{name}" for name in needed if name not in kept(given)]:
         raise ValueError(f"the model is not known without {', '.join(missing)}")
 
     number = partial(whole, given)
@@ -145,6 +147,7 @@ def model_of(given: Flags) -> Model:
         latents=latents,
         vocabulary=-(-number("vocab-size") // padding) * padding,
         tied=not given.get("untie-embeddings-and-output-weights"),
+        positions=hidden * number("max-position-embeddings", 0) if _learns_positions(given) else 0,
         mtp=mtp,
         kinds=kinds,
         scans=scans(tensor),
@@ -158,6 +161,12 @@ def model_of(given: Flags) -> Model:
             "mtp": Part(mtp, 2 * hidden**2, 2 * hidden**2, 3 * hidden),
         },
     )
+
+
+def _learns_positions(given: Flags) -> bool:
+    """Whether positions have an embedding of their own: Megatron's default."""
+    kind = given.get("position-embedding-type", "learned_absolute")
+    return kind == "learned_absolute" and not given.get("use-rotary-position-embeddings")
 
 
 def _kinds(given: Flags) -> tuple[str, int]:

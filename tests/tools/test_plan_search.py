@@ -27,6 +27,7 @@ from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.scans import said_of_scans, sent_for_scans, taken_by_scans
 from megatron_burst.tools.plan.search import Wish, _kernel_seconds, _schedules, _sizes, search
+from megatron_burst.tools.plan.states import gathered, states
 from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport import ports as ports_of_here
@@ -64,6 +65,35 @@ def test_layers_of_a_pattern_are_counted_with_their_mtp_heads() -> None:
     assert counts == expected
     experts: Part = model.parts["experts"]
     assert experts.parameters == 4096 * (2 * 4 * 100 + 4) and experts.active == 4096 * (400 + 4)
+
+
+def test_learned_positions_are_whole_on_every_rank_of_the_first_stage() -> None:
+    """Megatron's default; of a million positions of 4096 numbers 2 bytes each, and gradients."""
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    sizes |= {"pipeline_model_parallel_size": 2, "max_position_embeddings": 2**20}
+    loads = [
+        load_of("llama3_8b", 16, position_embedding_type=kind, **sizes)
+        for kind in ("rope", "learned_absolute")
+    ]
+    for stage, more in ((0, 2**32), (1, 0)):
+        rope, learned = (states(load, stage) for load in loads)
+        assert learned.weights - rope.weights == learned.gradients - rope.gradients == 2 * more
+    unsaid = {n: v for n, v in CONFIGS.model("llama3_8b").items() if "position" not in n}
+    unsaid |= {"max-position-embeddings": 2**20}
+    assert model_of(unsaid).parameters == loads[1].model.parameters
+    assert model_of(unsaid | {"use-rotary-position-embeddings": True}).positions == 0
+
+
+def test_two_layers_of_a_pattern_have_one_input_and_all_are_gathered() -> None:
+    """26 of 52 layers of Nemotron-H. Megatron-FSDP has what is ahead of its layers of any kind.
+
+    The largest MLP, 2 h f, and attention, 2 h (h + k): 5e8 numbers ahead are three of these.
+    """
+    load = load_of("nemotron_h_8b", 8, context_parallel_size=8, recompute_num_layers=2)
+    assert memory.predict(load).inputs == 26 * 4096 * 4096 * 2
+    sharded = load_of("nemotron_h_8b", 8, recompute_num_layers=2, use_megatron_fsdp=True)
+    layer = 2 * 4096 * 21504 + 2 * 4096 * (4096 + 1024)
+    assert gathered(sharded) == 2 * (2 * 4096 * 131072 + (4 + 6) * layer)
 
 
 def test_latents_travel_where_training_sends_them() -> None:

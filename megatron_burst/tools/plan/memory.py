@@ -16,6 +16,7 @@ from megatron_burst.transport.host import pinned_bytes
 GIB = 2**30
 _USABLE = 0.92  # of the device: the rest is CUDA's, other NCCL groups' and the allocator's gaps
 _LOGIT_BYTES = 6  # of all logits at once: bfloat16 and float32, forward or backward
+_SOFTMAX_BYTES = 4  # of those of each of MTP's heads, which wait for their backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     fraction, (heads, _) = load.config.recompute_fraction, load.heads
     saved = 0.0 if fraction is None or not load.repeats_attention else 1 - fraction
     kept = 0.0 if load.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
-    logits = tokens * model.vocabulary // tensor * _LOGIT_BYTES
+    logits = tokens * model.vocabulary // tensor * (_LOGIT_BYTES + _SOFTMAX_BYTES * model.mtp)
     # The last layer's output and its norm, and with the loss's chunks their gradient.
     hidden = (3 if load.chunked_loss else 2) * tokens * model.hidden * e
     if tensor > 1 and load.sequence_parallel:
@@ -167,9 +168,10 @@ def _stored(load: Workload) -> int:
 
 
 def _inputs(load: Workload) -> int:
-    """Of recomputed layers, attention and the MLP after it one."""
-    model = load.model
-    layers = max(model.layers, sum(p.count for p in model.parts.values()) - model.layers)
+    """Of recomputed layers, two letters of the pattern one: as a rule attention and an MLP."""
+    model, parts = load.model, load.pipeline * load.virtual
+    letters = len(model.kinds.replace("/", ""))
+    layers = parts * ceil(letters / parts / 2) + model.mtp
     size = layers * load.local_tokens * load.element_bytes * model.hidden
     return size // (load.tensor if load.sequence_parallel else 1)
 

@@ -246,9 +246,9 @@ def _ring_rate(load: Workload, ranks: int, apart: int) -> float:
 
 def _own(load: Workload) -> tuple[float, float]:
     """The parameters of a rank, and beside them those of experts, as if stages had as many."""
-    experts = load.model.expert_parameters
-    dense = (load.model.parameters - experts) / load.tensor / load.pipeline
-    return dense, experts / (load.expert * load.expert_tensor) / load.pipeline
+    experts, positions = load.model.expert_parameters, load.model.positions
+    dense = (load.model.parameters - experts - positions) / load.tensor / load.pipeline
+    return dense + positions, experts / (load.expert * load.expert_tensor) / load.pipeline
 
 
 def _updated(load: Workload) -> float:
