@@ -21,6 +21,7 @@ _FIXED_SEGMENTS = {"use-nccl-ub", "enable-cuda-graph", "external-cuda-graph"}
 _REPLACED = {
     "accumulate-allreduce-grads-in-fp32": ("grad-reduce-in-bf16",),
     "lm-head-loss": ("lm-head-memory-mb", "lm-head-chunk-size"),
+    "lm-head-chunk-size": ("lm-head-memory-mb",),
 }
 
 
@@ -37,6 +38,8 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{words[0]} belongs to no flag")
     if "yaml-cfg" in (flags := flags_in(words)):
         raise ValueError("--yaml-cfg is not read here: pass what the file says as flags")
+    if flags.pop("recompute-activations", False):  # Megatron's short form
+        flags["recompute-granularity"] = "selective"
     return flags
 
 
@@ -157,10 +160,10 @@ def heads_of(given: Flags) -> Heads:
 def window_of(given: Flags) -> int | None:
     """Return how many keys to the left of itself a query sees, as in `Mask`; None: all."""
     text = str(given.get("window-size", "-1,0"))
-    match = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
+    match = re.fullmatch(r"\(?(-1|\d+),\s*(0|-1)\)?", text)
     if not match:
-        raise ValueError(f"--window-size {text} is not a pair of numbers, as 4096,0")
-    return int(match[1]) if int(match[1]) >= 0 else None
+        raise ValueError(f"--window-size {text} is not LEFT,0, as 4096,0 or -1,0")
+    return None if match[1] == "-1" else int(match[1])
 
 
 # ---- the layers of a HybridModel, by its pattern

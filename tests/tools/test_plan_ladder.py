@@ -167,6 +167,8 @@ def test_megatron_accepts_the_commands(detached: None, capsys: pytest.CaptureFix
         ({"optimizer": "muon"}, "--optimizer muon cannot be predicted here: adam alone"),
         ({"exp-avg-dtype": "bf16"}, "--exp-avg-dtype bf16 cannot"),
         ({"exp-avg-sq-dtype": "bf16"}, "--exp-avg-sq-dtype bf16 cannot"),
+        ({"main-params-dtype": "fp16"}, "--main-params-dtype fp16 cannot"),
+        ({"cpu-offloading-num-layers": 4}, "4 cannot be predicted here: what it moves is not"),
         ({"fp4-format": "e2m1"}, "--fp4-format e2m1 cannot"),
         ({"attention-output-gate": True}, "--attention-output-gate True cannot"),
     ],

@@ -15,12 +15,12 @@ from megatron_burst.tools.command import main
 from megatron_burst.tools.flags import Flags, parsed, whole
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.options import split_at_dashes
-from megatron_burst.tools.plan import command, memory, step, timing
+from megatron_burst.tools.plan import command, ladder, memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.reading import workload_of
-from megatron_burst.tools.plan.search import Wish, _savings, search
+from megatron_burst.tools.plan.search import Wish, _savings, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
@@ -165,8 +165,10 @@ def test_memory_is_counted_part_by_part() -> None:
     attention = replace(kept, recompute=False, selective=frozenset({"core_attn"}))
     for each in (kept, attention):
         assert memory.predict(each).saved == TOKENS * HEADS * (DIM * 2 + 4)
-    logits = memory.predict(replace(load, chunked_loss=False))
+    logits = memory.predict(whole_loss := replace(load, chunked_loss=False))
     assert logits.loss == TOKENS * (100 * 6 + 2 * 32 * 2)
+    two = memory.predict(replace(whole_loss, model=replace(load.model, mtp=2)))
+    assert two.loss == logits.loss + 2 * TOKENS * 100 * 4, "float32 softmax of each of MTP's heads"
     stored = memory.predict(replace(load, recompute=False)).inputs
     # Norms and sums; q, k, v and the output; the MLP's two products.
     assert stored == TOKENS * 2 * (4 * 32 + 4 * HEADS * DIM + 2 * 128)
@@ -364,7 +366,28 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
         ("--run toy --gpt -- --num-layers x".split(), "--num-layers x is not a positive whole"),
         ("--run toy -- --mtp-num-layers x".split(), "--mtp-num-layers x is not a whole number"),
         ("--run toy -- --seq-length 2k".split(), "--seq-length 2k is not a"),
-        ("--run toy -- --window-size abc".split(), "--window-size abc is not a pair of numbers"),
+        ("--run toy -- --window-size abc".split(), "--window-size abc is not LEFT,0"),
+        ("--run toy -- --window-size 100,5".split(), "--window-size 100,5 is not LEFT,0"),
+        ("--run toy -- --no-hidden-size".split(), "is not known without --hidden-size"),
+        ("--run toy -- --no-seq-length".split(), "--seq-length is missing"),
+        ("--run toy --seq-length 2052".split(), "-size 4: a multiple of 8 does"),
+        (
+            "--run toy --seq-length 2050 -- --sequence-parallel --context-parallel-size 1 "
+            "--tensor-model-parallel-size 4".split(),
+            "-size 1: a multiple of 4 does",
+        ),
+        (
+            "--run toy -- --optimizer-cpu-offload --optimizer-offload-fraction x".split(),
+            "--optimizer-offload-fraction x is not between 0 and 1",
+        ),
+        (
+            "--run toy --gpt -- --hybrid-override-pattern M-*-".split(),
+            "--hybrid-override-pattern M-*- cannot be predicted here: give it as --hybrid-layer-",
+        ),
+        (
+            "--run qwen3_30b_a3b_128k_64gpu_h100 -- --tensor-model-parallel-size 2".split(),
+            "refuses them in their first forward without --sequence-parallel",
+        ),
         ("--run toy -- --burst-memory-mb abc".split(), "--burst-memory-mb abc: "),
         (
             "--run toy -- --num-layers-per-virtual-pipeline-stage 1".split(),
@@ -430,6 +453,8 @@ def test_what_a_run_says_can_be_taken_back() -> None:
     assert load("--accumulate-allreduce-grads-in-fp32").gradient_bytes == 4
     assert not load("--lm-head-loss megatron").chunked_loss
     assert not load("--no-recompute-granularity").recompute
+    assert load("--recompute-activations").selective == {"core_attn"}, "Megatron's short form"
+    assert "lm-head-memory-mb" not in asked(f"{words} --lm-head-chunk-size 4096")
     selective = asked(f"{words} --recompute-granularity selective")
     ways = rank({**selective, "context-parallel-size": 1}, machine, 1, [0, 1])
     assert "--recompute-method" not in ways[0].command(), "Megatron refuses it there"
@@ -447,6 +472,9 @@ def test_a_search_leaves_alone_what_is_taken_back() -> None:
     off = "--no-optimizer-cpu-offload --no-use-megatron-fsdp --no-recompute-offload"
     found = search(asked(f"{short} {off}"), machine, 8, wish, 20)
     assert found and {each.savings for each in found} <= {"-", "MLP"}
+    apart = asked(f"{words} --no-sequence-parallel")
+    for sizes in (*_sizes(apart, 8, wish), *ladder._sizes(apart, 8)):
+        assert not sizes.get("sequence-parallel")
 
 
 def test_examples_say_all_that_is_needed() -> None:

@@ -87,8 +87,6 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
 
 def complete(flags: dict[str, Any], gpus: int) -> list[str]:
     """Add what Megatron takes where a command says nothing; return what of it is a guess."""
-    if flags.pop("recompute-activations", False):  # Megatron's short form
-        flags["recompute-granularity"] = "selective"
     flags.setdefault("global-batch-size", _sequences(flags, gpus))
     if "vocab-size" in flags:
         return []

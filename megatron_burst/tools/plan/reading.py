@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -32,6 +33,8 @@ _REFUSED = {
     "optimizer": "adam alone is",
     "exp-avg-dtype": "fp32 alone is",
     "exp-avg-sq-dtype": "fp32 alone is",
+    "main-params-dtype": "fp32 alone is",
+    "main-grads-dtype": "fp32 alone is",
     "fp4-format": "FP8 alone is",
     "attention-output-gate": "its gate is not counted",
     "megatron-fsdp-main-params-dtype": "float32 alone is",
@@ -40,6 +43,10 @@ _REFUSED = {
     "fp16": "only bfloat16 and float32 are",
     "experimental-attention-variant": "a layer of it has no plan; take a --hybrid-layer-pattern",
     "burst-block-mask": "its file would have to be of these sizes",
+    "hybrid-override-pattern": "give it as --hybrid-layer-pattern",
+    "heterogeneous-layers-config-path": "layers of one width alone are",
+    "cpu-offloading-num-layers": "what it moves is not counted",
+    "fine-grained-activation-offloading": "what it moves is not counted",
     "window-attn-skip-freq": "layers with and without a window are not told apart",
     "moe-latent-size": "experts of another width are not counted",
     "moe-use-legacy-grouped-gemm": "grouped GEMM alone is",
@@ -60,6 +67,8 @@ _ALLOWED = {
     "optimizer": ("adam",),
     "exp-avg-dtype": ("fp32",),
     "exp-avg-sq-dtype": ("fp32",),
+    "main-params-dtype": ("fp32",),
+    "main-grads-dtype": ("fp32",),
     "megatron-fsdp-main-params-dtype": ("fp32",),
     "megatron-fsdp-main-grads-dtype": ("auto",),
 }
@@ -205,10 +214,11 @@ def _offloaded(given: Flags) -> float:
     """The share of the optimizer in the host's memory."""
     if not given.get("optimizer-cpu-offload"):
         return 0.0
-    share = float(given.get("optimizer-offload-fraction", 1.0))
-    if not 0 <= share <= 1:
-        raise ValueError(f"--optimizer-offload-fraction {share:g} is not between 0 and 1")
-    return share
+    text = given.get("optimizer-offload-fraction", 1.0)
+    with suppress(ValueError, TypeError):
+        if 0 <= (share := float(text)) <= 1:
+            return share
+    raise ValueError(f"--optimizer-offload-fraction {text} is not between 0 and 1")
 
 
 def _virtual(given: Flags) -> int:
@@ -319,5 +329,5 @@ def _refuse(given: Flags) -> None:
     for name, reason in _BESIDE_FSDP.items():
         if given.get("use-megatron-fsdp") and str(given.get(name, "1")) not in ("1", "False"):
             raise ValueError(f"--use-megatron-fsdp beside --{name} {given[name]}: {reason}")
-    if "seq-length" not in given:
+    if "seq-length" not in kept(given):
         raise ValueError("--seq-length is missing")

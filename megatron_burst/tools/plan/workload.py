@@ -1,5 +1,6 @@
 """What is predicted: a model, the machines it runs on and how it is spread over them, as values."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -104,6 +105,12 @@ class Workload:
                 f"of {node // self.tensor}, or of several whole ones"
             )
         self._check_model()
+        of_rank = math.lcm(1 + (self.context > 1), self.tensor if self.sequence_parallel else 1)
+        if self.tokens % (self.context * of_rank):
+            raise ValueError(
+                f"--seq-length {self.tokens} does not divide over {sizes}: a multiple of "
+                f"{self.context * of_rank} does"
+            )
         if self.sequences % (self.data * self.micro):
             raise ValueError(
                 f"--global-batch-size {self.sequences} does not divide over {self.data} "
@@ -114,6 +121,11 @@ class Workload:
     def _check_model(self) -> None:
         """Check that heads and experts divide over their ranks."""
         experts = max((part.experts for part in self.model.parts.values()), default=1)
+        if experts > 1 and self.tensor > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"experts over {self.tensor} tensor-parallel ranks: Megatron refuses them in their "
+                "first forward without --sequence-parallel"
+            )
         ranks, those = self.shards * self.tensor, "data- x context-parallel ranks"
         if self.tensor != self.expert_tensor:
             those = f"ranks of a stage over {self.expert_tensor} of each expert"
