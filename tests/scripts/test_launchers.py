@@ -526,7 +526,9 @@ def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> No
         f'PYTHONPATH={ROOT} PATH={inside}:$PATH exec "$@"\n'
     )
     (bins / "apptainer").chmod(0o755)
-    root = machine.folder / "repository"
+    root, env_file = machine.folder / "repository", machine.folder / "env.sh"
+    env_file.rename(machine.folder / "target.sh")
+    env_file.symlink_to("target.sh")  # its name is what a node is told
     shutil.copytree(SCRIPTS / "lib", root / "scripts" / "lib")
     copied = shutil.copy(SCRIPTS / "launch.slurm", machine.folder / "slurm_script")
     image = {"BURST_IMAGE": "i.sif", "BURST_MOUNTS": "/data:/data", "BURST_PYTHON": "python4"}
@@ -539,9 +541,7 @@ def test_with_a_container_the_batch_host_needs_no_python(machine: Machine) -> No
     )
     assert done.returncode == 0, done.stderr
     assert machine.arguments("n2")[-len(AWKWARD) :] == list(AWKWARD)
-    places = sorted(
-        map(str, (machine.folder, machine.folder / "out", machine.folder / "env.sh", root))
-    )
+    places = sorted(map(str, (machine.folder, machine.folder / "out", env_file, root)))
     mounted = ",".join(f"{place}:{place}" for place in places)
     line = f"apptainer exec --nv --bind {mounted},/data:/data --pwd {machine.folder} i.sif python4"
     assert f"{line} -m megatron_burst.tools.launch node " in machine.text("slurm.log")
