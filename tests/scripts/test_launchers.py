@@ -476,6 +476,7 @@ def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -
     assert {"--kill-on-bad-exit=1", "--container-image=image:1"} <= set(shlex.split(srun))
     assert f"{ROOT}:{ROOT}" in srun and "/data:/data" in srun
     assert shlex.split(node)[-len(AWKWARD) :] == list(AWKWARD)
+    assert "NCCL_SOCKET_IFNAME" not in node, "of this machine, which is no node"
     assert not machine.text("slurm.log")
 
 

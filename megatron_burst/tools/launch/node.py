@@ -95,7 +95,8 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
     settings = site.defaults([*args.named, *args.flags])
     settings["PYTHONUNBUFFERED"] = "1"  # lines of several ranks appear when they are written
     settings["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-    return settings | (site.network_settings(args.master) if args.nodes > 1 else {})
+    several = args.nodes > 1 and not args.dry_run  # which may be far from them
+    return settings | (site.network_settings(args.master) if several else {})
 
 
 def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:

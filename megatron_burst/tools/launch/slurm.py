@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         os.execvp(command[0], command)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), *command]))
-    print("# in the job:", in_job.stdout.rstrip(), "# on every node:", sep="\n", flush=True)
+    print("# in the job:", in_job.stdout.rstrip(), sep="\n")
+    print("# on every node, which adds its network devices:", flush=True)
     task = node.command(args, output, *node.meeting(args.nodes, "FIRST_NODE", 10000), "--dry-run")
     return subprocess.call([site.python_of_training(), *task])
 
