@@ -89,8 +89,18 @@ def _kinds(names: tuple[str, ...], indices: Indices) -> Iterator[tuple[str, str]
 def _damage_of_samples(
     dataset: Any, documents: Any, samples: Any, shuffled: Any
 ) -> Iterator[tuple[str, str]]:
-    """Yield the index and what is wrong with it: entries out of range, or others than expected."""
+    """Yield the index and what is wrong with it: entries out of range, or others than expected.
+
+    Raises:
+        ValueError: there is no sample, of which Megatron says no more than that.
+    """
     chosen = dataset.indices
+    if len(samples) == 1:  # where the last one ends
+        tokens = dataset.dataset.sequence_lengths[chosen].sum(dtype=np.int64)
+        raise ValueError(
+            f"{dataset.dataset_path}: {dataset.index_split.name} has {tokens} tokens, and a sample "
+            f"takes {dataset.config.sequence_length + 1}: pass it more, or --split with 0 for it"
+        )
     epochs, rest = divmod(len(documents), len(chosen))
     if rest or not epochs:
         yield "document_index", f"it has {len(documents)} entries for {len(chosen)} sequences"

@@ -83,6 +83,13 @@ def test_what_megatron_makes_passes(built: Any, changes: dict[str, Any]) -> None
     assert len(built("a", path_to_cache=None, **changes)[0]) >= SAMPLES
 
 
+def test_a_set_without_a_sample_is_named(built: Any, tmp_path: Path) -> None:
+    """Its last two sequences have 97 tokens; of what is only evaluated no epoch is repeated."""
+    with pytest.raises(ValueError, match=r"a: test has 97 tokens, and a sample takes 129: pass it"):
+        built("a", sequence_length=128, split="67,0,33")
+    assert len(built("a", sequence_length=96, split="67,0,33")[2]) == 1
+
+
 def test_caches_that_are_to_be_loaded_fast_are_taken_as_they_are(
     built: Any, tmp_path: Path
 ) -> None:
