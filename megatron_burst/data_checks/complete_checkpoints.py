@@ -98,17 +98,24 @@ class CompleteOnly:
 
     def __init__(self, args: argparse.Namespace, original: Callable[..., Any]) -> None:
         self.original, self._load, self._step = original, args.load, args.ckpt_step
+        self._spare = args.non_persistent_global_ckpt_dir
         self._needs_marker = args.ckpt_format == "torch_dist" and not args.auto_detect_ckpt_format
 
     def __call__(self, tracker: str) -> tuple[int, bool]:
         """Answer for the directory in which the record `tracker` lies; a collective call."""
-        name = self.find(tracker) if Path(tracker).parent.is_dir() else None
-        if name is None:  # an object store
+        if not Path(tracker).parent.is_dir():  # an object store
             return self.original(tracker)
+        name = self.find(tracker)
+        if name is None:
+            return -1, False
         return (0, True) if name == RELEASE else (int(name.removeprefix("iter_")), False)
 
     def find(self, tracker: str) -> str | None:
-        """Return the folder to load; None where nothing but a first save was begun: collective."""
+        """Return the folder to load, a collective call.
+
+        None where nothing but a first save was begun, and for non-persistent checkpoints, beside
+        which there are others, where none is complete.
+        """
         file = Path(tracker)
         is_recorded = _of_all_ranks(file.is_file())
         if len(set(is_recorded)) > 1:
@@ -129,6 +136,10 @@ class CompleteOnly:
         if not is_recorded[0] and len(names) < 2 and not self._step:
             for line in reasons[1:]:
                 _warn_once(f"{line}; nothing was saved before it, so training starts anew")
+            return None
+        if file.parent.name == "non_persistent" or str(file.parent) == self._spare:
+            for line in reasons:
+                _warn_once(f"{line}; loading no non-persistent checkpoint")
             return None
         raise NoCompleteCheckpointError(
             "there is no complete checkpoint to load:\n  " + "\n  ".join(reasons) + "\n"

@@ -64,6 +64,7 @@ def settings(directory: Path, name: str = "torch_dist", **changes: Any) -> Names
     found = {"load": str(directory), "ckpt_step": None, "ckpt_format": name, "save": None}
     off = "auto_detect_ckpt_format", "async_save", "skip_train", "finetune"
     missing = dict.fromkeys(("ckpt_convert_format", "pretrained_checkpoint"))
+    missing |= {"non_persistent_global_ckpt_dir": None}
     return Namespace(**found | dict.fromkeys(off, False) | missing | changes)
 
 
@@ -210,6 +211,18 @@ def test_the_newest_whole_one_is_taken(
     tensors.write_bytes(tensors.read_bytes().ljust(size))
     (directory / "iter_0000004").rename(directory / "release")
     assert reader(directory)(str(tracker)) == (0, True)
+
+
+def test_non_persistent_ones_that_are_incomplete_leave_the_others(copied: Any) -> None:
+    directory = copied("torch_dist")
+    for marker in directory.glob("iter_*/metadata.json"):
+        marker.unlink()
+    with pytest.raises(NoCompleteCheckpointError, match="iter_0000004 is incomplete"):
+        reader(directory)(str(directory / TRACKER))
+    spare = {"non_persistent_global_ckpt_dir": str(directory)}
+    assert reader(directory, **spare)(str(directory / TRACKER)) == (-1, False)
+    moved = directory.rename(directory.with_name("non_persistent"))
+    assert reader(directory)(str(moved / TRACKER)) == (-1, False)
 
 
 def test_checkpoints_without_a_record_are_found(
