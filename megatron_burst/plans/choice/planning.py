@@ -26,7 +26,7 @@ from megatron_burst.plans.visibility.layout import zigzag
 
 TIMED = 256  # ranks of a ring that are put on the clock, which takes their square, or about
 _NEAR = 1.005  # of the fastest's time; up to it a mesh comes last, and fewer bytes first
-_UNEVEN = 1.05  # how much more than in the most even ring the busiest rank may compute
+_UNEVEN = 1.05  # how much more than in the most even ring a rank may compute if nothing is timed
 
 
 class Offer(NamedTuple):
@@ -196,7 +196,8 @@ class _Pass:
         least = min(ring.schedule.pairs.max() for ring in rings)
 
         def is_even(offer: Offer) -> bool:
-            return bool(offer.schedule.pairs.max() <= _UNEVEN * least)
+            is_timed = self.links is not None  # with the busiest rank
+            return is_timed or bool(offer.schedule.pairs.max() <= _UNEVEN * least)
 
         def is_worth_it(offer: Offer) -> bool:
             cost, ring, schedule = offer.cost, usual.cost, offer.schedule
