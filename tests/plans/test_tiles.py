@@ -1,6 +1,7 @@
 """Tiles: the fewest that cover what a pair of ranks sees, and how one is cut. (fast tier)"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,15 @@ def test_a_document_may_begin_at_any_row(begin: int) -> None:
     tiling = Tiling(zigzag(32, 4), Mask.causal(documents=(0, begin, 32)))
     pairs = sum(t.pairs for q in range(4) for k in range(4) for t in tiles_of(tiling(q, k)))
     assert pairs == sum(n * (n + 1) // 2 for n in (begin, 32 - begin))
+
+
+def test_a_window_that_hides_nothing_is_none() -> None:
+    """So documents that are each in zigzag are planned at once, and a whole sequence is dense."""
+    packed, whole = Mask.causal(documents=(0, 16, 40, 64)), Mask.full()
+    for mask, window in ((packed, 23), (whole, 63)):
+        assert Tiling(zigzag(64, 4), replace(mask, window=window)).mask == mask
+        narrow = replace(mask, window=window - 1)
+        assert Tiling(zigzag(64, 4), narrow).mask == narrow
 
 
 def test_rows_that_touch_or_overlap_are_sent_as_one() -> None:

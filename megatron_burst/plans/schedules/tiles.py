@@ -23,8 +23,7 @@ class Tiling:
     """The tiles of every pair of ranks under one layout and mask, made when asked for."""
 
     def __init__(self, layout: Layout, mask: Mask) -> None:
-        mask.check_length(layout.tokens)
-        self.layout, self.mask = layout, mask
+        self.layout, self.mask = layout, mask.of_length(layout.tokens)
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self.local_tokens = layout.local_tokens
         self._known: dict[int, Cells] = {}

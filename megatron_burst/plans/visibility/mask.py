@@ -131,6 +131,14 @@ class Mask:
                 "--seq-length or --burst-block-mask"
             )
 
+    def of_length(self, tokens: int) -> "Mask":
+        """Return it for so many tokens, without a window that hides nothing; see `check_length`."""
+        self.check_length(tokens)
+        if self.window is None:
+            return self
+        longest = max(b - a for a, b in pairwise(self.documents or (0, tokens)))
+        return replace(self, window=None) if self.window >= longest - 1 else self
+
     @property
     def side(self) -> int:
         """How many blocks the sequence has for the block mask."""
