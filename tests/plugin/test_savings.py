@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_burst import BurstConfig, BurstContext
+from megatron_burst.attention.saved import AttentionMemory, SavedRows
 from megatron_burst.config import LmHeadConfig, LmHeadLoss
 from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.one_rank import Silence, context_of
@@ -85,14 +86,16 @@ def transformer(**more: Any) -> TransformerConfig:
     )
 
 
-def model_of(kind: str, *, saves: bool) -> Any:
+def model_of(kind: str, together: int | None = None, *, saves: bool) -> Any:
+    """Make it, with checkpoints of so many layers; None: of one attention each."""
     torch.manual_seed(5)
     config = SAVING if saves else BurstConfig(head_chunks=1)
     shared = SharedState(config, layer_config=LayerConfig(recompute_offload=saves))
     shared.contexts = Alone(config, shared.layer_config, None, shared.masks)
     shared.contexts.context = context_of(0, [0], config, Silence(1))
     full: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    settings = full | {"recompute_num_layers": 2 if kind == "hybrid" else 1} if saves else {}
+    together = together or {"hybrid": 2, "gpt": 1}[kind]
+    settings = full | {"recompute_num_layers": together} if saves else {}
     more: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "max_sequence_length": TOKENS,
@@ -125,15 +128,28 @@ def losses_of(model: Any) -> torch.Tensor:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
-def test_the_gradient_of_every_parameter_equals_that_without(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "together"), [("gpt", 1), ("gpt", 2), ("hybrid", 2), ("hybrid", 3)]
+)
+def test_the_gradient_of_every_parameter_equals_that_without(
+    monkeypatch: pytest.MonkeyPatch, kind: str, together: int
+) -> None:
     found: list[dict[str, torch.Tensor]] = []
+    kept: list[bool] = []
+    recall = AttentionMemory.recall
+
+    def recalled(memory: AttentionMemory) -> SavedRows | None:
+        kept.append(memory.saved is not None)
+        return recall(memory)
+
+    monkeypatch.setattr(AttentionMemory, "recall", recalled)
     for saves in (False, True):
-        model = model_of(kind, saves=saves)
+        model = model_of(kind, together, saves=saves)
         losses = losses_of(model)
         losses.sum().backward()
         gradients = {name: weight.grad for name, weight in model.named_parameters()}
         found.append({"losses": losses.detach(), **gradients})
+    assert sum(kept) == LAYERS  # in their second pass, wherever in a checkpoint they are
     expected, saved = found
     assert expected.keys() == saved.keys()
     for name, value in expected.items():

@@ -56,6 +56,7 @@ class Checkpoints:
         self._calls = WeakIdKeyDictionary()  # by storage; None where two calls saved it
         self._current: Callable[[], Any] = nothing  # what the current call's checkpoint saves
         self._left: Callable[[], Any] = nothing  # what the last layer returned
+        self._node: int | None = None  # of the graph, which made that
         self._is_second = False  # the pass in which the current call is
         self._last: Callable[[], Any] = nothing  # the call that began last in this forward
 
@@ -65,16 +66,18 @@ class Checkpoints:
 
     def enter_layer(self, hidden: Tensor) -> None:
         """A layer begins; its input says whether a checkpointed call begins or goes on with it."""
-        storage = hidden.untyped_storage()
-        if starts_a_pass(hidden):
+        storage, again = hidden.untyped_storage(), torch.is_grad_enabled()
+        # A checkpoint that ends becomes the node of what its last layer returned.
+        goes_on = self._left() is storage and self._node == _node(hidden)
+        if starts_a_pass(hidden) and (again or not goes_on):
             self._begin(storage)
-            self._current, self._is_second = WeakIdRef(storage), torch.is_grad_enabled()
-        elif self._left() is not storage:
+            self._current, self._is_second = WeakIdRef(storage), again
+        elif not goes_on:
             self._current = nothing
 
     def leave_layer(self, hidden: Tensor) -> None:
         """A layer ends; the next one of the same call begins with what it returned."""
-        self._left = WeakIdRef(hidden.untyped_storage())
+        self._left, self._node = WeakIdRef(hidden.untyped_storage()), _node(hidden)
 
     def memory(self, attention: object, query: Tensor) -> AttentionMemory | None:
         """Return what carries this attention's results between the passes of the call it is in.
@@ -144,6 +147,11 @@ class RecomputeHooks:
 def starts_a_pass(x: Tensor) -> bool:
     """Whether a checkpoint has saved `x`, or a detached alias of it is where a second pass begins.
 
-    Further inside a first pass nothing requires a gradient, and inside a second nothing is a leaf.
+    Inside a first pass layers of Megatron return what requires a gradient, too, for they enable
+    them for a sum; nothing else there does, and inside a second nothing is a leaf.
     """
     return x.requires_grad and (x.is_leaf or not torch.is_grad_enabled())
+
+
+def _node(x: Tensor) -> int | None:
+    return None if x.grad_fn is None else x.grad_fn._sequence_nr()
