@@ -52,6 +52,24 @@ def test_ranks_of_an_odd_factor_have_lengths_that_they_divide() -> None:
     assert rungs[0].load.tokens == 1048608, "the least multiple of 48 from 2**20 on"
 
 
+@pytest.mark.parametrize("pattern", [None, "*-" * 32])
+def test_every_rung_recomputes_all_layers_in_words_that_megatron_takes(pattern: str | None) -> None:
+    """Of selective recompute its method and its number of layers are missing."""
+    flags = {
+        **given("llama3_8b", hybrid_layer_pattern=pattern),
+        "recompute-granularity": "selective",
+    }
+    flags = {
+        n: v for n, v in flags.items() if n not in ("recompute-method", "recompute-num-layers")
+    }
+    flags = {n: v for n, v in flags.items() if v is not None} | {"recompute-modules": "mlp"}
+    for _, rung in savings.rungs(flags):
+        words = {n.removeprefix("recompute-"): v for n, v in rung.items() if "recompute-" in n}
+        words.pop("offload", None)
+        layers = 2 if pattern else 1
+        assert words == {"granularity": "full", "method": "uniform", "num-layers": layers}
+
+
 def test_every_rung_is_within_5_per_cent_of_what_lives_in_a_step() -> None:
     """Of the counts on the page of recompute, which test_step_memory.py compares with a step."""
     page = (ROOT / "docs" / "recompute.md").read_text().partition("## What lives in a step")[2]

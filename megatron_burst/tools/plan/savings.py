@@ -25,6 +25,8 @@ _OFF = {
     "burst-head-chunks": 1,
     "mlp-chunks": 1,
     "recompute-granularity": "full",
+    "recompute-method": "uniform",
+    "recompute-modules": False,
     "recompute-attention-fraction": False,  # all is recomputed
 }
 _DEFAULTS = HEAD_CHUNKS  # the others are off
@@ -39,6 +41,7 @@ def rungs(given: Flags) -> Iterator[tuple[str, dict[str, Any]]]:
         "burst-head-parallel-size": 1,
         **given,
         **_OFF,
+        "recompute-num-layers": 2 if "hybrid-layer-pattern" in given else 1,
         **dict.fromkeys([*INPUTS, *FSDP, *OPTIMIZER], False),
     }
     flags = {name: value for name, value in flags.items() if value is not False}
