@@ -129,6 +129,7 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
         (["--ranks", "6", "--", "--context-parallel-size", "4"], "6 ranks do not divide"),
         (["--ranks", "4", "--variants", "nothing"], "matches none"),
         (["--ranks", "4", "--", "--burst-bakward", "kv"], "the nearest is --burst-backward"),
+        (["--ranks", "4", "--", "--train-iters", "3"], "--train-iters 3: steps 2 and 3 are"),
         (["--toy", "--run", "toy"], "--toy and --run have a model each"),
         (["--ranks", "4", "--input", "text"], "--input is text for --toy"),
         (["--toy", "--tolerance", "-1"], "--tolerance -1.0 is negative"),

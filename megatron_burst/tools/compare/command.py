@@ -44,6 +44,7 @@ _OURS = """
 """What the comparison sets itself; with --save the variants would read each other's checkpoints."""
 # Variants say by themselves how documents are told apart; ours never make the dense mask.
 _OF_DOCUMENTS = (DOCUMENTS, "--no-create-attention-mask-in-dataloader")
+_TRACED_STEPS = 4  # by the flags of `running`
 _COMPARABLE = ("--calculate-per-token-loss", "--attention-dropout", "0", "--hidden-dropout", "0")
 
 
@@ -130,6 +131,12 @@ def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant
     if taken := sorted(set(given) & set(_OURS)):
         named = ", ".join(f"--{name}" for name in taken)
         raise ValueError(f"{named}: the comparison sets it itself; drop it")
+
+    if not args.no_trace and whole(given, "train-iters", _TRACED_STEPS) < _TRACED_STEPS:
+        raise ValueError(
+            f"--train-iters {given['train-iters']}: steps 2 and 3 are profiled, which takes "
+            f"{_TRACED_STEPS}: add --no-trace"
+        )
 
     number = partial(whole, given)
     tensor, pipeline = (number(f"{name}-model-parallel-size") for name in ("tensor", "pipeline"))
