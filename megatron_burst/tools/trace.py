@@ -21,7 +21,9 @@ import json
 import math
 import re
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -123,29 +125,29 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[str, _Call]]:
     ranges = [(event, match) for event in named if (match := _RANGE.match(event["name"]))]
     for event, _ in ranges:
         _span(event)  # that they are numbers, also where a call has none of them
+    ranges.sort(key=lambda one: one[0]["ts"])
     known = [event for event in events if "correlation" in event.get("args", {})]
     kernels = {e["args"]["correlation"]: e for e in known if e["cat"] in _DEVICE}
     launches = [e for e in known if e["cat"] not in _DEVICE and e["args"]["correlation"] in kernels]
+    launches.sort(key=itemgetter("ts"))
+    starts = [event["ts"] for event, _ in ranges], [event["ts"] for event in launches]
     busy = _union(_span(kernel) for kernel in kernels.values() if not _is_nccl(kernel))
     for call, name in ((event, match[1]) for event, match in ranges if match[2] is None):
-        window = _span(call)
-        parts = [(_span(event), match) for event, match in ranges if match[2] and _in(call, event)]
+        window, tid = _span(call), call["tid"]
+        near, began = (slice(bisect_left(x, window[0]), bisect_right(x, window[1])) for x in starts)
+        parts = [(_span(e), match) for e, match in ranges[near] if match[2] and e["tid"] == tid]
         posts = [(span[0], match) for span, match in parts if match[3] == "post"]
         waits = {match[2]: span for span, match in parts if match[3] == "wait"}
         spans = [(posted, waits[match[4]][1]) for posted, match in posts if match[4] in waits]
         exposed = _length(waits.values())
-        if ours := [kernels[e["args"]["correlation"]] for e in launches if _in(call, e)]:
+        if ours := [kernels[e["args"]["correlation"]] for e in launches[began] if e["tid"] == tid]:
             window = min(k["ts"] for k in ours), max(_span(k)[1] for k in ours)
             spans = [_span(kernel) for kernel in ours if _is_nccl(kernel)]
-            beside = [span for span in busy if span[1] > window[0] and span[0] < window[1]]
+            after = bisect_right(busy, window[0], key=itemgetter(1))
+            beside = busy[after : bisect_left(busy, window[1], key=itemgetter(0))]
             exposed = _length([*spans, *beside]) - _length(beside)
         sent = sum(int(match[5]) for _, match in posts)
         yield name, (window[1] - window[0], _length(spans), exposed, sent)
-
-
-def _in(call: Event, event: Event) -> bool:
-    start, stop = _span(call)
-    return bool(event["tid"] == call["tid"] and start <= event["ts"] <= stop)
 
 
 def _is_nccl(event: Event) -> bool:

@@ -254,3 +254,22 @@ def test_without_a_profiler_nothing_is_made_and_no_word_is_read(
     assert make("forward") is make("forward", 1, "post", Word())
     with torch.profiler.profile(), pytest.raises(AssertionError):
         make("forward", 1, "post", Word())
+
+
+def test_the_work_grows_with_the_events_not_with_their_square() -> None:
+    reads = itertools.count()
+
+    class Counted(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            next(reads)
+            return super().__getitem__(name)
+
+    events = list[Counted]()
+    for call in range(200):
+        one = {"cat": "user_annotation", "name": f"{trace.PREFIX}forward", "ts": 9 * call}
+        events.append(Counted(one, dur=8, tid=1))
+        launch = {"cat": "cuda_runtime", "ts": 9 * call + 1, "tid": 1}
+        events.append(Counted(launch, args={"correlation": call}))
+        events.append(Counted(launch, cat="kernel", name="x", dur=1, args={"correlation": call}))
+    assert len([*trace._calls(events)]) == 200
+    assert next(reads) < 40 * len(events)
