@@ -90,9 +90,13 @@ class BurstContext:
 
         Raises:
             ValueError: the ranks disagree on the configuration, or the kernel is unknown.
+            TypeError: `group` is no process group; of a mesh of devices take `get_group()`.
         """
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup | None):
+            what = "the process group that this rank is in, as mesh.get_group() is"
+            raise TypeError(f"group must be {what}; got {group!r}")
         if group is None or group.size() == 1:
             return cls.alone(config)
         said = f"{config}, {shape}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
@@ -90,13 +91,16 @@ def test_a_batch_may_be_empty(kernel: str) -> None:
     assert q.grad is not None and q.grad.shape == q.shape
 
 
-def test_what_is_no_context_and_no_mask_is_named(context: BurstContext) -> None:
+def test_what_is_no_context_no_mask_and_no_group_is_named(context: BurstContext) -> None:
     with pytest.raises(
         TypeError, match=r"mask must be a Mask, as Mask.causal\(\) is; got 'causal'"
     ):
         ring_attention(Q, KV, KV, context, mask="causal")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="context must be a BurstContext, as .* is; got None"):
         ring_attention(Q, KV, KV, None, mask=Mask.causal())  # type: ignore[arg-type]
+    for other in (dist.GroupMember.NON_GROUP_MEMBER, [0, 1]):
+        with pytest.raises(TypeError, match=r"process group that this rank is in, as mesh.*; got "):
+            BurstContext.create(BurstConfig(), other)
 
 
 def test_an_unknown_kernel_is_refused_when_the_context_is_made() -> None:
