@@ -112,10 +112,16 @@ DEV_LIMITS = with_remedies(
     ),
 )
 
+
+def _narrow(reason: str) -> dict[str, str]:
+    """Return what runs linear layers in FP8 or FP4; a recipe does so by layer, without fp8."""
+    names = "fp8", "fp4", "te_precision_config_file"
+    return {**dict.fromkeys(names, reason), "quant_recipe": f"{reason}: leave quant_recipe off"}
+
+
 # Of sending the latents of multi-latent attention; K and V can always be sent.
 LATENT_LIMITS = with_remedies(
-    fp8="K and V are made of received latents in the model's dtype",
-    fp4="K and V are made of received latents in the model's dtype",
+    **_narrow("K and V are made of received latents in the model's dtype"),
     delay_wgrad_compute="its late gradients are written over what received latents add",
     use_megatron_fsdp="it was not shown to be right with weights that FSDP shards",
     use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
@@ -132,6 +138,7 @@ LM_HEAD_LIMITS = with_remedies(
     modelopt_enabled=(
         "ModelOpt distils from logits, which never exist: drop ModelOpt's flags (modelopt_enabled)"
     ),
+    fp8_output_proj="the output layer is TransformerEngine's then",
     cross_entropy_loss_fusion="it chooses among Megatron's own losses",
     fp16_lm_cross_entropy="it chooses among Megatron's own losses",
     defer_embedding_wgrad_compute="it keeps the gradients of all logits of a batch",
@@ -147,8 +154,7 @@ LM_HEAD_LIMITS = with_remedies(
 
 # Of MLPs in chunks.
 MLP_LIMITS = with_remedies(
-    fp8="chunks were not shown to be right with scales that a whole tensor shares",
-    fp4="chunks were not shown to be right with scales that a whole tensor shares",
+    **_narrow("chunks were not shown to be right with scales that a whole tensor shares"),
     delay_wgrad_compute="gradients of weights come behind the chunks that sum them",
     tp_comm_overlap="its buffers are made for all tokens of a rank",
     use_transformer_engine_op_fuser="that MLP has no forward that takes part of the tokens",

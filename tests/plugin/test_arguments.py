@@ -24,7 +24,14 @@ from megatron_burst.plugin.arguments import (
     report_dropouts,
 )
 from megatron_burst.plugin.flags import ENDED, all_flags
-from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, OFF, WORKING
+from megatron_burst.plugin.limits import (
+    LATENT_LIMITS,
+    LIMITS,
+    LM_HEAD_LIMITS,
+    MLP_LIMITS,
+    OFF,
+    WORKING,
+)
 from megatron_burst.plugin.refusals import broken_limits, refusals
 from megatron_burst.plugin.settings import (
     burst_config_from_args,
@@ -579,6 +586,7 @@ LM_HEAD_REFUSED: dict[str, str | dict[str, Any]] = {
     "logit_dtype": {"logit_dtype": "fp32"},
     "config_logger_dir": "--config-logger-dir here",
     "modelopt_enabled": {"modelopt_enabled": True},
+    "fp8_output_proj": "--fp8-output-proj",
     "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
     "fp16_lm_cross_entropy": "--fp16-lm-cross-entropy",
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
@@ -633,6 +641,31 @@ def test_what_a_limit_refuses_is_named_with_its_value_its_reason_and_the_flag(
     args = parse(parser, line)
     vars(args).update(settings)
     configure(args)  # Megatron's own has no such limit
+
+
+@pytest.mark.parametrize(
+    ("ours", "limits"),
+    [
+        (f"{BURST} --multi-latent-attention --burst-mla latent", LATENT_LIMITS),
+        ("--mlp-chunks 2", MLP_LIMITS),
+    ],
+)
+def test_latents_and_chunks_refuse_each_of_their_limits(
+    parser: argparse.ArgumentParser, ours: str, limits: dict[str, str]
+) -> None:
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert limits.keys() <= {*fields, *vars(parse(parser))}
+    assert {"te_precision_config_file", "quant_recipe"} <= limits.keys()  # FP8 without --fp8-format
+    for name, reason in limits.items():
+        assert f"\n  {name} = 2: {reason}" in refusal(parser, ours, **{name: 2})
+
+
+@pytest.mark.parametrize("flag", ["--recompute-granularity selective", "--recompute-activations"])
+def test_modules_that_chunks_recompute_are_refused(
+    parser: argparse.ArgumentParser, flag: str
+) -> None:
+    text = refusal(parser, f"--mlp-chunks 2 --recompute-modules mlp core_attn {flag}")
+    assert "--recompute-modules mlp: chunks recompute it: drop it there" in text
 
 
 def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(

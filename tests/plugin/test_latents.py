@@ -59,6 +59,7 @@ class OwnLinear(ColumnParallelLinear):
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "class": ({"linear": up_projection(OwnLinear)}, "OwnLinear, which is not known"),
     "FP8": ({"linear": up_projection(), "fp8": "hybrid"}, "fp8 = hybrid: .*drop --fp8-format"),
+    "recipe": ({"linear": up_projection(), "quant_recipe": "r"}, "leave quant_recipe off"),
     "GTP": ({"linear": up_projection(gtp_remat_size=2)}, "over 2 GTP ranks"),
     "core_attn": ({"linear": up_projection(), "checkpointed": True}, "leave core_attn out"),
 }
