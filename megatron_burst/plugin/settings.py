@@ -173,8 +173,8 @@ def mlp_config_from_args(args: argparse.Namespace) -> MlpConfig | None:
     if config.chunks == 1:
         return None
     modules = {"mlp", "shared_experts", "moe"} & set(args.recompute_modules or ())
-    selective = args.recompute_granularity == "selective" or args.recompute_activations
-    again = selective and bool(modules)
+    selective = args.recompute_granularity == "selective" or vars(args).get("recompute_activations")
+    again = bool(selective and modules)
     text = f"--recompute-modules {' '.join(sorted(modules))}: chunks recompute it: drop it there"
     reasons = [*broken_limits(MLP_LIMITS, args, MLP_WORKING), *[text] * again]
     refuse_all("--mlp-chunks cannot run this", reasons)

@@ -449,7 +449,7 @@ def test_gradients_go_home_straight_unless_that_crosses_nodes_more_often(
         {"dtype": torch.bfloat16},  # a part is half as wide as a sum
         {"dtype": torch.bfloat16, "config": {"grad_dtype": "model"}},  # rounded at every hop
         # A part may be fewer rows than a sum; a direct exchange would be over the limit.
-        {"masking": Masking(window=23999), "chunk": 4000, "config": {"memory_mb": 1}},
+        {"masking": Masking(window=23998), "chunk": 4000, "config": {"memory_mb": 1}},
     ],
     ids=["a part is narrower", "rounded", "a part is fewer rows"],
 )

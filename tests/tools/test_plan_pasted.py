@@ -183,6 +183,7 @@ def test_attention_is_kept_where_that_fits_and_is_faster(megatron: None) -> None
     assert found.kept and found.kept.time.seconds < found.ours.time.seconds
     assert f"\nfor attention kept, also add: {flag}\n" in text and "\nand attention kept  b" in text
     long = WHOLE.replace("131072", "524288").replace("128256", "1000")  # they find no room
+    long += " --position-embedding-type rope"
     without = WHOLE.replace("--recompute-granularity full", "")  # nothing is recomputed
     refused = f"{WHOLE} --distribute-saved-activations --tensor-model-parallel-size 2"
     for words in (long, without, f"{WHOLE} {flag}", refused):

@@ -39,10 +39,11 @@ def request_of(parsed: Parsed, target: Target) -> Request | None:
 
 def _has_bands(args: Namespace, config: BurstConfig) -> bool:
     """Whether the layout and the window make tiles that are neither full nor causal squares."""
-    window = window_of(flags_of(vars(args)))
+    refused = Refused()  # what validation says
+    window = refused.by(window_of, flags_of(vars(args)))
     layout, ranks = None, args.context_parallel_size
     if args.seq_length:
-        layout = Refused().by(make_layout, config, args.seq_length, ranks)  # validation says why
+        layout = refused.by(make_layout, config, args.seq_length, ranks)
     if layout is None:
         return window is not None
     return Tiling(layout, Mask.causal(window=window)).needs.is_banded
