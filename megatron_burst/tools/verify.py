@@ -127,8 +127,8 @@ def check(
     out.backward(dout.detach())
     findings = worst(itertools.chain.from_iterable(context.gather("collect what was found", mine)))
     call = context.kept.last
-    is_ring = call.schedules.count("ring") == call.schedules.count(" and ") + 1
-    return f"{context.grid if is_ring else call.schedules}, {call.kernel.name}", findings
+    are_rings = all("ring" in name for name in call.schedules.split(" and "))
+    return f"{context.grid if are_rings else call.schedules}, {call.kernel.name}", findings
 
 
 def masks(name: str, tokens: int) -> tuple[Mask, Visibility]:
