@@ -18,7 +18,7 @@ SCRIPTS = ROOT / "scripts"
 # Runs what it is given on "another host"; from a host called "dead" there is no answer.
 # So does one that is shared, which leaves a process that holds the output.
 SSH = """
-if [[ $* != *ControlPath=none* ]]; then sleep 250 & fi # longer than a test
+if [[ $* != *ControlMaster=no* ]]; then sleep 250 & fi # longer than a test
 while [[ $1 == -* ]]; do if [[ $1 == -o ]]; then shift; fi; shift; done
 host=${1#*@}; shift
 if [[ $host == dead ]]; then echo "ssh: connect to host dead: No route to host" >&2; exit 255; fi

@@ -17,8 +17,8 @@ Python, package and current directory have the same paths on all nodes, or BURST
 one node fails all are ended, with a message that names it, and also if this is killed: the ranks
 end with the connection that started them. The settings of a site: docs/cluster.md.
 """
-# Of a connection that is shared (ControlPersist), a process outlives it and holds its output.
-SSH = "ssh -o BatchMode=yes -o ControlPath=none -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+# A connection that it would share itself (ControlPersist) outlives it and holds its output.
+SSH = "ssh -o BatchMode=yes -o ControlMaster=no -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 DOCKER = "--gpus all --ipc host"
 
 
