@@ -157,6 +157,7 @@ def test_a_failure_is_the_status_and_a_message(machine: Machine) -> None:
 
 
 SLURM = ("launch.slurm", "--nodes", "2")
+NODES = ("launch_nodes.sh", "--nodes", "a b")
 
 
 @pytest.mark.parametrize(
@@ -165,8 +166,14 @@ SLURM = ("launch.slurm", "--nodes", "2")
         (("launch_local.sh", "--output"), {}, "argument --output: expected one argument"),
         (("launch_local.sh", "--save", "c", "--load=c"), {}, "--save wants --save-interval N"),
         (("launch_local.sh",), {"BURST_ENV": "/no/env.sh"}, "BURST_ENV=/no/env.sh cannot be read"),
+        (NODES, {"BURST_PORT": "abc"}, "BURST_PORT=abc is no number"),
+        (
+            (*NODES, "--output", "out"),
+            {"BURST_SSH": "ssh '"},
+            "BURST_SSH=ssh ': No closing",
+        ),
         ((*SLURM, "--run", "huge"), {}, "there is no run huge; there are: "),
-        (("launch_nodes.sh", "--nodes", "a b", "--run", "huge"), {}, "there is no run huge"),
+        ((*NODES, "--run", "huge"), {}, "there is no run huge"),
         (("launch.slurm",), {}, "--nodes N"),
         ((*SLURM, "--check"), {}, "Slurm's HealthCheckProgram drains nodes"),
         (("check_nodes.sh", "--timeout", "3"), {}, "it is enough to name the --nodes"),

@@ -84,8 +84,16 @@ def device_towards(host: str) -> str:
 
 
 def words(variable: str, default: str = "") -> list[str]:
-    """Return the words of a setting, split as a shell does."""
-    return shlex.split(os.environ.get(variable) or default)
+    """Return the words of a setting, split as a shell does.
+
+    Raises:
+        ValueError: a quote in it has no end.
+    """
+    value = os.environ.get(variable) or default
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{variable}={value}: {error}") from error
 
 
 def python_of_training(*, in_container: bool = False) -> str:

@@ -32,10 +32,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train on all nodes to the end; return the status of the first that failed."""
     hosts = hosts_of(args)
+    port = os.environ.get("BURST_PORT") or str(random.randrange(10000, 30000))
+    if not port.isdecimal():
+        raise ValueError(f"BURST_PORT={port} is no number")
     output = site.prepare_output(args)
     master = os.environ.get("BURST_MASTER") or hosts[0].rpartition("@")[2]
-    port = int(os.environ.get("BURST_PORT") or random.randrange(10000, 30000))
-    meeting = [*node.meeting(len(hosts), master, port), "--end-with-input", "--node-rank"]
+    meeting = [*node.meeting(len(hosts), master, int(port)), "--end-with-input", "--node-rank"]
     commands = [
         (host, connect(host, output, *node.command(args, output, *meeting, str(rank))))
         for rank, host in enumerate(hosts)
