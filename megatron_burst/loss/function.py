@@ -168,7 +168,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
 
 
 def _compare(weight: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
-    """Compare what shards would be taken for others' by, on every rank; the host waits."""
+    """Compare the sizes by which a rank places the shards of the others; the host waits."""
     if weight.is_meta or isinstance(weight, FakeTensor) or is_captured(weight):
         return
     given = weight.new_tensor([weight.shape[0], targets.numel()], dtype=torch.int64)

@@ -18,7 +18,7 @@ from megatron_burst.tools.plan.workload import Workload
 _STEP = 2**16  # tokens that a longest sequence is a multiple of, or more where ranks are odd
 _MOST = 2**10  # of them
 _TENSOR = (1, 2, 4, 8)
-_CONTEXT, _ROWS = "context-parallel-size", "sequence-parallel"
+_CONTEXT, _SEQUENCE = "context-parallel-size", "sequence-parallel"
 
 
 _COLUMNS: terminal.Columns = {
@@ -88,7 +88,7 @@ def _sizes(given: Flags, gpus: int) -> Iterator[dict[str, Any]]:
         if gpus % tensor == 0:
             yield {
                 name: tensor,
-                **({"sequence-parallel": True} if tensor > 1 and _ROWS not in given else {}),
+                **({"sequence-parallel": True} if tensor > 1 and _SEQUENCE not in given else {}),
                 _CONTEXT: gpus // tensor,
                 "global-batch-size": 1,
             }

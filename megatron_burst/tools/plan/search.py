@@ -35,10 +35,10 @@ _SIZES = {  # with what asks for them
     "pipeline-model-parallel-size": ("pp", (1, 2, 4, 8, 16)),
     "expert-model-parallel-size": ("ep", (1, 2, 4, 8, 16, 32, 64)),
 }
-_CHUNKS, _ROWS = {"lm-head-memory-mb", "lm-head-chunk-size"}, "sequence-parallel"
+_CHUNKS, _SEQUENCE = {"lm-head-memory-mb", "lm-head-chunk-size"}, "sequence-parallel"
 SEARCHED = (
     *_SIZES,
-    *("context-parallel-size", _ROWS, "global-batch-size"),
+    *("context-parallel-size", _SEQUENCE, "global-batch-size"),
     # Without them the loss takes the least memory that costs no time; less where that is too much.
     *_CHUNKS,
 )
@@ -186,7 +186,7 @@ def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
             sequences = data * whole(flags, "micro-batch-size") * (4 * pipeline - 3)
             yield {
                 "tensor-model-parallel-size": tensor,
-                **({"sequence-parallel": True} if tensor > 1 and _ROWS not in flags else {}),
+                **({"sequence-parallel": True} if tensor > 1 and _SEQUENCE not in flags else {}),
                 "context-parallel-size": context,
                 **({"pipeline-model-parallel-size": pipeline} if pipeline > 1 else {}),
                 **({"expert-model-parallel-size": expert} if expert > 1 else {}),
