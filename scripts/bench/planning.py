@@ -30,6 +30,7 @@ from megatron_burst.plans.visibility.layout import Layout, zigzag, zigzag_of_eac
 A_NODE, CALLS, COUNTED = 8, 10_000, 20_000_000
 # Ranks, tokens of a rank, documents.
 CASES = ((64, 16384, 1), (64, 16384, 500), (512, 8192, 4000), (1024, 1024, 1))
+FEW, WINDOW = 64, 4096
 DEALT = ((64, 16384, 1000), (512, 8192, 4000))
 
 
@@ -54,12 +55,17 @@ def plan(layout: Layout, seen: Mask) -> None:
     launches_of(choice.plans(ranks // 2), 1, torch.device("cpu"))
 
 
-def apart(seen: Mask, ranks: int) -> tuple[Layout, Mask]:
+def apart(
+    seen: Mask, ranks: int, window: int | None = None, *, padded: bool = False
+) -> tuple[Layout, Mask]:
     """Return documents of about these lengths, each in zigzag by itself, as packed batches come."""
     chunk, bounds = 2 * ranks, seen.documents or ()
     borders = [round(bound / chunk) * chunk for bound in bounds]
     lengths = [b - a for a, b in pairwise(borders) if b > a]
-    return zigzag_of_each(lengths, ranks), Mask.causal(documents=[0, *accumulate(lengths)])
+    draw, documents = random.Random(2), [0, *accumulate(lengths)]
+    whole = [length - draw.randrange(chunk) for length in lengths] if padded else None
+    mask = Mask.causal(window=window, documents=documents, lengths=whole)
+    return zigzag_of_each(lengths, ranks), mask
 
 
 def plans() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -73,6 +79,9 @@ def plans() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"a plan of {name.format(*case)}, balanced", partial(plan, layout, seen)
             each = f"a plan of {name.format(*case)}, each in zigzag"
             yield each, partial(plan, *apart(seen, ranks))
+            if ranks <= FEW:
+                yield f"{each}, padded", partial(plan, *apart(seen, ranks, padded=True))
+                yield f"{each}, window {WINDOW}", partial(plan, *apart(seen, ranks, WINDOW))
     for case in DEALT:
         ranks, local, documents = case
         seen = mask(ranks * local, documents)

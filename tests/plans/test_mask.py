@@ -1,6 +1,7 @@
 """Masks and tiles against the same mask written out as a matrix of booleans. (fast tier)"""
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -112,7 +113,7 @@ def test_keys_of_two_ranks_are_not_joined() -> None:
 def test_documents_that_are_each_in_zigzag(
     ranks: int, places: list[int], causal: bool, data: st.DataObject
 ) -> None:
-    """Their tiles are those of one document, larger, unless padding or a window cuts them."""
+    """They are planned by formula; padding and a window cut some of their chunks."""
     tokens = [2 * ranks * place for place in places]
     layout, bounds = zigzag_of_each(tokens, ranks), documents_of(tokens)
     plain = segmented_zigzag(tokens, ranks)
@@ -120,14 +121,37 @@ def test_documents_that_are_each_in_zigzag(
     assert layout.shards[:-1] == plain.shards[:-1] and layout.shards[-1] == plain.shards[-1]
     check(layout, Masking(causal, documents=bounds))
     assert hash(layout) == hash(zigzag_of_each(tokens, ranks))
-    one, other = (Tiling(x, Masking(causal, documents=bounds).mask) for x in (layout, plain))
-    assert np.array_equal(one.needs.pairs, other.needs.pairs)
-    assert all(np.array_equal(one.needs.parts[k], other.needs.parts[k]) for k in other.needs.parts)
-    assert all(np.array_equal(one.needs.rows[k], other.needs.rows[k]) for k in other.needs.rows)
-    assert one.needs.is_banded == other.needs.is_banded
     lengths = tuple(data.draw(st.integers(0, most)) for most in tokens)
     window = data.draw(st.none() | st.integers(0, max(tokens)))
-    check(layout, Masking(causal, window, bounds, None, lengths))
+    masking = Masking(causal, window, bounds, None, lengths)
+    check(layout, masking)
+    for seen in (Masking(causal, documents=bounds).mask, masking.mask):
+        one, other = (Tiling(x, seen).needs for x in (layout, plain))
+        assert np.array_equal(one.pairs, other.pairs) and one.is_banded == other.is_banded
+        for name in ("parts", "rows", "ends"):
+            assert all(
+                np.array_equal(getattr(one, name)[k], x) for k, x in getattr(other, name).items()
+            )
+
+
+@pytest.mark.parametrize("window", [None, 1500])
+def test_documents_in_zigzag_are_of_few_kinds(window: int | None) -> None:
+    """Padded ones and those that a window cuts, too; pair by pair it were two million cells."""
+    ranks, draw = 64, random.Random(0)
+    tokens = [2 * ranks * draw.randrange(1, 40) for _ in range(300)]
+    lengths = [most - draw.randrange(2 * ranks) for most in tokens]
+    mask = Mask.causal(window=window, documents=documents_of(tokens), lengths=lengths)
+    seen = Tiling(zigzag_of_each(tokens, ranks), mask).visible
+    assert sum(len(part.cells) for part in seen.parts) < 10_000
+    rows = seen.cells(9, 8).rows[:, 0]
+    assert 290 < len(rows) <= 300 and (np.diff(rows) >= 0).all()
+
+
+@pytest.mark.parametrize("documents", [(0, 3, 8, 16), (0, 5, 16), (0, 8, 12, 16)])
+def test_a_layout_of_other_documents_than_the_masks(documents: tuple[int, ...]) -> None:
+    lengths = tuple(max(1, b - a - 1) for a, b in itertools.pairwise(documents))
+    for padded in (None, lengths):
+        check(zigzag_of_each([8, 8], 2), Masking(True, 6, documents, None, padded))
 
 
 def test_a_band_cut_is_the_submatrix_and_has_no_row_that_sees_nothing() -> None:

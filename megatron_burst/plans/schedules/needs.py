@@ -4,17 +4,19 @@ A plan of one rank asks who else needs a block, and the choice of a schedule wha
 send. Both look at all pairs of ranks, so they are made of arrays here, and not of tiles.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.plan import Kind, Part
 from megatron_burst.plans.visibility.band import Ints
+from megatron_burst.plans.visibility.cells import Cells
 from megatron_burst.plans.visibility.interval import Interval
+from megatron_burst.plans.visibility.kinds import Visible
 from megatron_burst.plans.visibility.mask import Mask
-from megatron_burst.plans.visibility.visible import Visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +46,23 @@ class Needs:
 
         Without a mask beside causality a rank needs all rows of a block or none.
         """
-        count, of = len(seen.counts), np.repeat(np.arange(len(seen.counts)), seen.counts)
-        pairs = seen.sums(seen.cells.pairs)[seen.kinds]
+        pairs = seen.sums(attrgetter("pairs"))
         away = ~np.eye(len(pairs), dtype=bool)
         rows, once, parts, ends = {}, {}, {}, {}
-        sides = (
-            (Kind.KV, seen.kinds.T, seen.cells.keys),
-            (Kind.QUERY, seen.kinds, seen.cells.queries),
-        )
-        for kind, by_owner, (first, stop) in ((k, n, needed.T) for k, n, needed in sides):
-            union = _union(of, first, stop, count, local)
-            once[kind] = (union == seen.sums(stop - first))[by_owner] | ~away
-            rows[kind] = (union if mask.is_sparse else local * (union > 0))[by_owner]
+        for kind in (Kind.KV, Kind.QUERY):
+            of_cells = attrgetter("keys" if kind is Kind.KV else "queries")
+            union, in_tiles, low, high = (
+                x.T if kind is Kind.KV else x for x in _needed(seen, of_cells, local)
+            )
+            once[kind] = (union == in_tiles) | ~away
+            rows[kind] = union if mask.is_sparse else local * (union > 0)
             parts[kind] = np.zeros((len(pairs), 2), np.int64)
             if mask.is_sparse:
-                low, high = np.full(count, local), np.zeros(count, np.int64)
-                np.minimum.at(low, of, first)
-                np.maximum.at(high, of, stop)
-                low, high = np.where(away, low[by_owner], local), np.where(away, high[by_owner], 0)
+                low, high = np.where(away, low, local), np.where(away, high, 0)
                 ends[kind] = np.stack([low, high])
                 parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
-        return cls(pairs, seen.cells.is_banded, once, rows, parts, ends, local)
+        is_banded = any(part.cells.is_banded for part in seen.parts)
+        return cls(pairs, is_banded, once, rows, parts, ends, local)
 
     def parts_of(self, kind: Kind, groups: Ints) -> Ints:
         """Return the `parts` that users need together, [group, owner, 2], of [group, user]."""
@@ -75,6 +73,28 @@ class Needs:
         """Return which ranks have a use for the KV or QUERY block of another: [owner, user]."""
         seen = self.pairs.T if kind is Kind.KV else self.pairs
         return (seen > 0) & ~np.eye(len(seen), dtype=bool)
+
+
+def _needed(
+    seen: Visible, of_cells: Callable[[Cells], Ints], local: int
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return how many rows are needed, how many where each tile counts, and the ends of them.
+
+    All [query owner, key owner]; several parts have no row in common.
+    """
+    shape = seen.parts[0].of_pairs.shape
+    union, in_tiles, high = np.zeros((3, *shape), np.int64)
+    low = np.full(shape, local)
+    for part in seen.parts:
+        count, of_pairs = len(part.counts), part.of_pairs
+        of, (first, stop) = np.repeat(np.arange(count), part.counts), of_cells(part.cells).T
+        least, most = np.full(count, local), np.zeros(count, np.int64)
+        np.minimum.at(least, of, first)
+        np.maximum.at(most, of, stop)
+        union += _union(of, first, stop, count, local)[of_pairs]
+        in_tiles += part.sums(stop - first)[of_pairs]
+        low, high = np.minimum(low, least[of_pairs]), np.maximum(high, most[of_pairs])
+    return union, in_tiles, low, high
 
 
 def _union(pair: Ints, first: Ints, stop: Ints, count: int, local: int) -> Ints:

@@ -3,18 +3,18 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
-
-import numpy as np
+from itertools import pairwise
+from operator import attrgetter
 
 from megatron_burst.plans.schedules.needs import Needs
 from megatron_burst.plans.schedules.plan import Kind, Tiles
-from megatron_burst.plans.visibility.band import Band
+from megatron_burst.plans.visibility.band import Band, Ints
 from megatron_burst.plans.visibility.cells import Cell, Cells
 from megatron_burst.plans.visibility.interval import Interval
-from megatron_burst.plans.visibility.layout import Layout, zigzag
+from megatron_burst.plans.visibility.kinds import Visible
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
-from megatron_burst.plans.visibility.visible import Visible, repeated, visible
+from megatron_burst.plans.visibility.visible import visible
 
 _SMALL = 64  # a tile below this part of the pairs is not cut
 
@@ -26,14 +26,14 @@ class Tiling:
         self.layout, self.mask = layout, mask.of_length(layout.tokens)
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self.local_tokens = layout.local_tokens
-        self._known: dict[int, Cells] = {}
+        self._known: dict[bytes, Cells] = {}
 
     def __call__(self, query_owner: int, key_owner: int) -> Tiles:
         """Return the fewest tiles that cover what one rank's queries see of another's keys."""
-        kind = int(self.visible.kinds[query_owner, key_owner])
-        if kind not in self._known:
-            self._known[kind] = self.visible.of_kind(kind)
-        return Tiles(query_owner, key_owner, self._known[kind])
+        kinds = self.visible.kinds(query_owner, key_owner).tobytes()
+        if kinds not in self._known:
+            self._known[kinds] = self.visible.cells(query_owner, key_owner)
+        return Tiles(query_owner, key_owner, self._known[kinds])
 
     def of_block(self, kind: Kind, owner: int, user: int) -> Tiles:
         """Return what `user` computes with the KV or QUERY block of `owner`."""
@@ -42,25 +42,17 @@ class Tiling:
     @cached_property
     def visible(self) -> Visible:
         """What all ranks' queries see of all ranks' keys."""
-        if not self._has_like_documents:
-            return visible(self.layout, self.mask)
-        make = Mask.causal if self.mask.is_causal else Mask.full
-        one = visible(zigzag(4 * self.ranks, self.ranks), make())
-        return repeated(one, np.array(self.layout.documents) // (2 * self.ranks))
+        return visible(self.layout, self.mask)
+
+    @cached_property
+    def work(self) -> Ints:
+        """The pairs, rows of queries and rows of keys of tiles: [query owner, key owner, 3]."""
+        return self.visible.sums(attrgetter("work"))
 
     @cached_property
     def needs(self) -> Needs:
         """What the ranks need of each other's rows."""
         return Needs.of(self.visible, self.mask, self.local_tokens)
-
-    @property
-    def _has_like_documents(self) -> bool:
-        """Whether all documents have the tiles of one of two tokens a chunk, only larger.
-
-        So it is where each is in zigzag by itself, unless a window or padding cuts pieces of it.
-        """
-        lengths, make = self.layout.documents, Mask.causal if self.mask.is_causal else Mask.full
-        return lengths is not None and self.mask == make(documents=(0, *accumulate(lengths)))
 
     @cached_property
     def all_is_needed(self) -> bool:

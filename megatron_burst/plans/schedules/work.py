@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from megatron_burst.plans.schedules.plan import Kind, Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, stations
-from megatron_burst.plans.visibility.cells import Cells
 
 _MANY = 16  # kinds of own tiles, above which all are taken to be cut as the heaviest one is
 
@@ -58,23 +57,24 @@ def work_of_pairs(
         keys: the same.
         spread: cuts a rank's own tiles, of step 0, and spreads them over the steps.
     """
-    seen = tiling.visible
-    each = seen.sums(_of_cells(seen.cells))
+    each = tiling.work
     counts = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
-    counts[: len(queries), :, :3] = each[seen.kinds[queries, keys]]
+    counts[: len(queries), :, :3] = each[queries, keys]
     counts[: len(queries), :, 3] = _come(queries, counts[: len(queries), :, 0] > 0)
     if spread:
-        of_own = seen.kinds.diagonal()
-        own, ranks = np.unique(of_own, return_index=True)
-        if len(own) > _MANY:  # under documents every rank's, each of which takes a while to cut
-            heaviest = each[of_own, 0].argmax()
+        every = np.arange(tiling.ranks)
+        _, ranks, of_own = np.unique(
+            tiling.visible.kinds(every, every), axis=1, return_index=True, return_inverse=True
+        )
+        if len(ranks) > _MANY:  # under documents every rank's, each of which takes a while to cut
+            heaviest = int(each[every, every, 0].argmax())
             shares = _shares(spread(tiling(heaviest, heaviest)))
             for step, share in shares.items():
-                counts[step, :, :3] = np.rint(share * each[of_own])
+                counts[step, :, :3] = np.rint(share * each[every, every])
             return Work(*np.moveaxis(counts, -1, 0))
-        for kind, rank in zip(own, ranks.tolist(), strict=True):
+        for kind, rank in enumerate(ranks.tolist()):
             for step, tiles in spread(tiling(rank, rank)).items():
-                counts[step, of_own == kind, :3] = _sums(tiles)
+                counts[step, of_own.ravel() == kind, :3] = _sums(tiles)
     return Work(*np.moveaxis(counts, -1, 0))
 
 
@@ -94,10 +94,5 @@ def _come(queries: NDArray[np.int64], seen: NDArray[np.bool]) -> NDArray[np.bool
     return visits & ((last < 0) | (queries[last, ranks] != queries))
 
 
-def _of_cells(cells: Cells) -> NDArray[np.int64]:
-    """Return the pairs, the rows of queries and the rows of keys of each: [cell, 3]."""
-    return np.column_stack([cells.pairs, cells.sizes])
-
-
 def _sums(blocks: Iterable[Tiles]) -> NDArray[np.int64]:
-    return sum((_of_cells(block.cells).sum(axis=0) for block in blocks), np.zeros(3, np.int64))
+    return sum((block.cells.work.sum(axis=0) for block in blocks), np.zeros(3, np.int64))

@@ -88,6 +88,11 @@ class Cells:
         return visible_pairs(self.sizes, self.sides)
 
     @property
+    def work(self) -> Ints:
+        """The pairs, the rows of queries and the rows of keys of each: [cell, 3]."""
+        return np.column_stack([self.pairs, self.sizes])
+
+    @property
     def is_banded(self) -> bool:
         """Whether any is neither full nor a causal square."""
         return not (self.are_full | self.are_squares).all()

@@ -1,6 +1,5 @@
-"""What all ranks see of each other: cells in arrays, once for all pairs of ranks that see alike."""
+"""Finds what all ranks see of each other."""
 
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -9,7 +8,9 @@ from numpy.typing import NDArray
 
 from megatron_burst.plans.visibility.band import FAR, Ints, least_tiles
 from megatron_burst.plans.visibility.cells import Cells
+from megatron_burst.plans.visibility.documents import documents_apart, of_documents
 from megatron_burst.plans.visibility.fewest import fewest
+from megatron_burst.plans.visibility.kinds import Kinds, Visible
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import FULLY, NOT, PARTLY, Mask
 from megatron_burst.plans.visibility.pieces import Pieces, cut_pieces
@@ -18,54 +19,19 @@ _QUERIES = 512  # how many pieces are looked at at once
 _ALL = 2**24  # pairs of pieces, a byte each, that are looked at at once where ranks may be alike
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """The fewest cells that cover what the ranks' queries see of each other's keys.
-
-    Neighbouring rows that see the same share a cell, because few large kernel calls run faster than
-    many small ones. Every query of a cell sees at least one of its keys.
-    """
-
-    kinds: NDArray[np.intp]
-    """[query owner, key owner]: pairs of one number have cells of the same rows and bands."""
-    cells: Cells
-    """Of all kinds, one kind after the other."""
-    begins: Ints
-    """[kind + 1]: the first cell of each kind."""
-
-    @classmethod
-    def of(cls, kinds: NDArray[np.intp], cells: Cells, of: Ints) -> "Visible":
-        """Return what `cells` of these kinds are, in order."""
-        counts = np.bincount(of, minlength=int(kinds.max()) + 1)
-        return cls(kinds, cells, np.append(0, counts.cumsum()))
-
-    def of_kind(self, number: int) -> Cells:
-        """Return the cells of one kind of pairs of ranks."""
-        return self.cells.select(slice(*self.begins[number : number + 2].tolist()))
-
-    @property
-    def counts(self) -> Ints:
-        """How many cells each kind has."""
-        return np.diff(self.begins)
-
-    def sums(self, values: Ints) -> Ints:
-        """Add values of the cells up, [cell, …], by kind."""
-        before = np.zeros((1, *values.shape[1:]), np.int64)
-        totals = np.concatenate([before, values.cumsum(axis=0)])
-        return totals[self.begins[1:]] - totals[self.begins[:-1]]
-
-
 def visible(layout: Layout, mask: Mask) -> Visible:
     """Return what the ranks' queries see of each other's keys."""
+    if (documents := documents_apart(layout, mask)) is not None:
+        return Visible([*of_documents(documents, layout.ranks, mask)])
     ranks, pieces = layout.ranks, cut_pieces(layout, mask.cuts(layout.tokens))
     compared = _kinds(pieces, mask, ranks, layout.tokens)
     if compared is None:
         pairs = _all_pairs(pieces, mask, layout.tokens)
         of = pieces.owner[pairs.queries] * ranks + pieces.owner[pairs.keys]
         compared = np.arange(ranks**2).reshape(ranks, ranks), of, pairs
-    kinds, of, pairs = compared
+    of_pairs, of, pairs = compared
     is_seen, cells = _cells(pieces, mask, pairs)
-    return Visible.of(kinds, *fewest(of[is_seen], pairs.queries[is_seen], cells))
+    return Visible([Kinds.of(of_pairs, *fewest(of[is_seen], pairs.queries[is_seen], cells))])
 
 
 class _Pairs(NamedTuple):
@@ -74,20 +40,6 @@ class _Pairs(NamedTuple):
     queries: NDArray[np.intp]  # their numbers
     keys: NDArray[np.intp]
     are_full: NDArray[np.bool]  # whether every query sees every key
-
-
-def repeated(one: Visible, lengths: Ints) -> Visible:
-    """Return what is seen where each document is cut as `one` of two rows a chunk, but longer.
-
-    `lengths`, [document], are those of the documents' chunks.
-    """
-    chunk = lengths[:, None, None]
-    first = 2 * (np.cumsum(chunk, axis=0) - chunk)
-    each = [one.of_kind(number) for number in range(len(one.counts))]
-    rows = [(first + chunk * cells.rows // 2).reshape(-1, 4) for cells in each]
-    sides = [np.tile(cells.sides, (len(lengths), 1)) for cells in each]
-    cells = Cells(np.concatenate(rows), np.concatenate(sides))
-    return Visible(one.kinds, cells, one.begins * len(lengths))
 
 
 def _all_pairs(pieces: Pieces, mask: Mask, tokens: int) -> _Pairs:
