@@ -111,7 +111,7 @@ def linear_cross_entropy(  # type: ignore[misc]  # its settings are spelled out
         raise ValueError(f"entropy is of every token: reduction must be none, got {reduction!r}")
     if group is not None:
         _compare(weight, targets, group)
-    counted = targets != ignore_index
+    counted = targets.long() != ignore_index  # as of 8 bits -100 is 156
     number = counted.sum() if reduction == "mean" else 1
     call = Call(
         ignore_index=ignore_index,
@@ -142,6 +142,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
     vocabulary = Vocabulary(weight.shape[0], group)
     spread = Spread(group, vocabulary.ranks if call.sequence_parallel else 1)
     _check(hidden, weight, targets, spread.parts)
+    targets = targets.long()
     sums = call.weight_sum(weight) if weight.requires_grad else None
     # float16 has too little room below 1 without a loss scale, which the backward brings; of
     # entropies' weights nothing is known.

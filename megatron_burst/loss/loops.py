@@ -163,7 +163,7 @@ class Head:
         return self.spread.gathered(hidden, size // self.spread.parts)
 
     def _locate(self, targets: Tensor) -> Targets:
-        return self.vocabulary.locate(targets.reshape(-1).long(), self.call.ignore_index)
+        return self.vocabulary.locate(targets.reshape(-1), self.call.ignore_index)
 
 
 def _put(

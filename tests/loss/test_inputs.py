@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
 from megatron_burst import linear_cross_entropy
 
@@ -83,10 +83,13 @@ def test_it_makes_nan_where_looking_would_cost() -> None:
     assert found.nan_to_num(0).tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_targets_of_any_integer_type(dtype: torch.dtype) -> None:
-    targets: Tensor = (TARGETS + 3).to(dtype)
-    hidden = torch.randn(2, 3, 4)
-    weight = torch.randn(10, 4)
-    expected = linear_cross_entropy(hidden, weight, TARGETS + 3)
-    assert torch.equal(linear_cross_entropy(hidden, weight, targets), expected)
+def test_targets_of_any_integer_type(dtype: torch.dtype, reduction: str) -> None:
+    """Of bytes -100, that of ignored ones, is 156."""
+    hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(160, 4)
+    loss = linear_cross_entropy(hidden, weight, (TARGETS + 156).to(dtype), reduction=reduction)
+    expected = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), (TARGETS + 156).flatten())
+    torch.testing.assert_close(loss.mean(), expected)
+    found, right = (torch.autograd.grad(x.mean(), hidden)[0] for x in (loss, expected))
+    torch.testing.assert_close(found, right)
