@@ -25,8 +25,8 @@ from megatron_burst.attention.preparing import prepare as prepare_call
 from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.signature import Given, KindOfTensor
 from megatron_burst.attention.sink import sink_gradient
-from megatron_burst.attention.uncompiled import uncompiled
 from megatron_burst.kernels.dtypes import as_autocast, without_autocast
+from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.plans.choice.head_parallel import kv_head_copies
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask

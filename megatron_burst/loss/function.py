@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.kernels.in_triton import triton_kernels
+from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
 from megatron_burst.loss.loops import Head, LinearCrossEntropy
@@ -29,7 +30,8 @@ def linear_cross_entropy(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[True], **settings: Any
 ) -> tuple[Tensor, Tensor]: ...
-def linear_cross_entropy(  # type: ignore[misc]  # its settings are spelled out
+@uncompiled  # type: ignore[misc]  # its settings are spelled out
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,

@@ -1,4 +1,4 @@
-"""torch.compile leaves attention as it is, and does not trace its planner. (slow tier)"""
+"""torch.compile leaves attention and loss as they are, and traces no planner. (slow tier)"""
 
 import json
 import subprocess
@@ -11,13 +11,15 @@ TRACES = """
 import json, sys, torch
 import megatron_burst
 loaded = "torch._dynamo" in sys.modules
-from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst import BurstConfig, BurstContext, Mask, linear_cross_entropy, ring_attention
 
 context, seen = BurstContext.create(BurstConfig()), []
 
 def layer(x):
     x = x * 2
-    return ring_attention(x, x, x, context, mask=Mask.causal()).relu() + 1
+    out = ring_attention(x, x, x, context, mask=Mask.causal()).relu() + 1
+    targets = torch.zeros(out.shape[:-1], dtype=torch.long)
+    return linear_cross_entropy(out, torch.ones(5, 8), targets, reduction="mean") * out
 
 def backend(graph, _):
     seen.append(graph)
@@ -51,5 +53,5 @@ def traced() -> dict[str, Any]:
 def test_a_compiled_layer_is_right_and_nothing_of_the_planner_is_traced() -> None:
     found = traced()
     assert found["loaded"] == [False, False], "who compiles nothing does not load the compiler"
-    assert found["equal"] and found["graphs"] >= 2, "what is around it is compiled"
-    assert set(found["ours"]) <= {"attention/uncompiled.py"}
+    assert found["equal"] and found["graphs"] >= 3, "what is around it is compiled"
+    assert set(found["ours"]) <= {"kernels/uncompiled.py"}

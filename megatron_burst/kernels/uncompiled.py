@@ -11,9 +11,9 @@ def uncompiled[**Arguments, Result](
 ) -> Callable[Arguments, Result]:
     """Return the same function, at which compiled code ends and behind which it begins anew.
 
-    Its tensors go to kernels and messages that are no graph's, and its plans are plain Python,
-    which tracing would carry out slowly for every new shape. `torch.compiler.disable` does that,
-    but loads the compiler, so it is asked for by code that is being compiled alone.
+    Its tensors go to kernels and messages that are no graph's, and its plans and chunks are plain
+    Python, which tracing would carry out slowly for every new shape. `torch.compiler.disable` does
+    that, but loads the compiler, so it is asked for by code that is being compiled alone.
     """
     in_compiled_code = torch._disable_dynamo(function)
 
