@@ -26,6 +26,7 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.signature import Given, KindOfTensor
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.kernels.dtypes import as_autocast, without_autocast
+from megatron_burst.kernels.inputs import check_numbers
 from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.plans.choice.head_parallel import kv_head_copies
 from megatron_burst.plans.visibility.layout import Layout
@@ -132,11 +133,12 @@ def ring_attention(
         ValueError: shapes or dtypes do not fit, the soft cap is not positive, the scale not finite,
             no kernel can serve them, or another rank was asked for something else, takes another
             plan or kernel, or cannot: see docs/troubleshooting.md.
-        TypeError: the context or the mask is none.
+        TypeError: the context or the mask is none, or a number a tensor that asks for a gradient.
         CommunicationError: a peer died or took longer than the time limit, or an earlier call of
             this context failed.
     """
     check_context(context)
+    check_numbers(softmax_scale=softmax_scale, soft_cap=soft_cap)
     q, k, v = as_autocast(q, k, v)
     latents = None if latents is None else latents.in_autocast()
     # A head size of 0 is refused below, on all ranks together.

@@ -106,6 +106,7 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or settings that do not fit, other numbers of rows or targets on
             ranks of the group, both chunk_size and memory_mb, or a memory limit too small for one
             token.
+        TypeError: a number is a tensor that asks for a gradient.
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")

@@ -84,6 +84,13 @@ def test_scores_that_cannot_be_are_refused(
         ring_attention(Q, KV, KV, context, mask=Mask.causal(), **{name: value})
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "soft_cap"])
+def test_a_learned_number_is_refused(context: BurstContext, name: str) -> None:
+    number: Any = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(TypeError, match=f"{name} is a number, which gets no gradient, and got a"):
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), **{name: number})
+
+
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 def test_a_batch_may_be_empty(kernel: str) -> None:
     context, q = BurstContext.create(BurstConfig(kernel=kernel)), Q[:0].clone().requires_grad_()

@@ -55,6 +55,13 @@ def test_integers_that_are_not_are_refused() -> None:
         linear_cross_entropy(*whole)
 
 
+@pytest.mark.parametrize("number", ["label_smoothing", "z_loss", "logit_softcap", "logit_scale"])
+def test_a_learned_number_is_refused(number: str) -> None:
+    learned = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(TypeError, match=f"{number} is a number, which gets no gradient, and got a"):
+        linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, **{number: learned})
+
+
 @pytest.mark.parametrize("target", [10, -1])
 def test_a_target_outside_the_vocabulary_is_an_error_where_its_loss_counts(target: int) -> None:
     hidden = torch.randn(2, 3, 4, requires_grad=True)
