@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
+from megatron_burst.kernels.inputs import check_local
 from megatron_burst.plans.visibility.mask import Mask
 
 _HEADS = "[batch, tokens, heads, head size]"
@@ -30,6 +31,7 @@ def check_mask(mask: Mask) -> None:
 
 def check_alike(**tensors: Tensor) -> None:
     """Refuse another number of dimensions, and another dtype or device than that of q."""
+    check_local(**tensors)
     q = tensors["q"]
     for name, x in tensors.items():
         shape = _SHAPES.get(name, _HEADS)

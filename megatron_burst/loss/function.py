@@ -9,12 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.kernels.in_triton import triton_kernels
+from megatron_burst.kernels.inputs import check_local
 from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
 from megatron_burst.loss.loops import Head, LinearCrossEntropy
 from megatron_burst.loss.tokens import Spread, is_captured
 from megatron_burst.loss.vocabulary import Vocabulary
+
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 @overload
@@ -106,7 +109,7 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or settings that do not fit, other numbers of rows or targets on
             ranks of the group, both chunk_size and memory_mb, or a memory limit too small for one
             token.
-        TypeError: a number is a tensor that asks for a gradient.
+        TypeError: a tensor is a DTensor, or a number a tensor that asks for a gradient.
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")
@@ -187,9 +190,16 @@ def _compare(weight: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:
-    if hidden.dtype != weight.dtype or not weight.is_floating_point():
+    check_local(hidden=hidden, weight=weight, targets=targets)
+    if not hidden.device == weight.device == targets.device:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}: give both in one floating dtype"
+            f"hidden is on {hidden.device}, weight on {weight.device}, targets on "
+            f"{targets.device}: give all on one device"
+        )
+    if hidden.dtype != weight.dtype or weight.dtype not in _DTYPES:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}: give both in one floating dtype "
+            "of 16 bits or more"
         )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
+from megatron_burst import BurstConfig, BurstContext, Mask, linear_cross_entropy, ring_attention
 from tests.workers import Team, WorkerPool
 
 
@@ -89,6 +89,19 @@ def test_a_learned_number_is_refused(context: BurstContext, name: str) -> None:
     number: Any = torch.tensor(0.5, requires_grad=True)
     with pytest.raises(TypeError, match=f"{name} is a number, which gets no gradient, and got a"):
         ring_attention(Q, KV, KV, context, mask=Mask.causal(), **{name: number})
+
+
+class Spread(torch.Tensor):
+    """As a DTensor, of which a rank has a part."""
+
+    def to_local(self) -> Tensor: ...
+
+
+def test_dtensors_are_refused_before_anything_is_sent(context: BurstContext) -> None:
+    with pytest.raises(TypeError, match="k is a DTensor: give k.to_local()"):
+        ring_attention(Q, KV.as_subclass(Spread), KV, context, mask=Mask.causal())
+    with pytest.raises(TypeError, match="weight is a DTensor: give .*; fully_shard gathers a"):
+        linear_cross_entropy(KV, torch.ones(5, 16).as_subclass(Spread), KV[..., 0].long())
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

@@ -40,6 +40,8 @@ TARGETS = torch.zeros(2, 3, dtype=torch.long)
         ({"weight": torch.zeros(10, 5)}, r"hidden \(2, 3, 4\) does not fit weight \(10, 5\)"),
         ({"weight": torch.zeros(4)}, r"hidden \(2, 3, 4\) does not fit weight \(4,\)"),
         ({"targets": TARGETS.float()}, "targets are torch.float32, not integers"),
+        ({"targets": TARGETS.to("meta")}, "hidden is on cpu, weight on cpu, targets on meta: give"),
+        ({"weight": WEIGHT.to("meta")}, "hidden is on cpu, weight on meta, targets on cpu: give"),
         ({"targets": TARGETS.t()}, r"targets \(3, 2\) do not fit hidden \(2, 3, 4\)"),
     ],
 )
@@ -49,10 +51,10 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
         linear_cross_entropy(**{**tensors, **arguments})
 
 
-def test_integers_that_are_not_are_refused() -> None:
-    whole = (HIDDEN.long(), WEIGHT.long(), TARGETS)
-    with pytest.raises(ValueError, match="in one floating dtype"):
-        linear_cross_entropy(*whole)
+@pytest.mark.parametrize("dtype", [torch.long, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="in one floating dtype of 16 bits or more"):
+        linear_cross_entropy(HIDDEN.to(dtype), WEIGHT.to(dtype), TARGETS)
 
 
 @pytest.mark.parametrize("number", ["label_smoothing", "z_loss", "logit_softcap", "logit_scale"])
