@@ -155,7 +155,7 @@ def ring_attention(
     )
 
     def prepare() -> Prepared:
-        check_mask(mask)
+        check_mask(mask, context.config.block_mask)
         check_alike(q=q, k=k, v=v)
         check_shapes(q, k, v)
         check_scores(q, scale, soft_cap, sink)

@@ -23,10 +23,15 @@ def check_context(context: BurstContext) -> None:
         raise TypeError(f"context must be a BurstContext, {made}; got {context!r}")
 
 
-def check_mask(mask: Mask) -> None:
-    """Raise a TypeError for what is no mask."""
+def check_mask(mask: Mask, block_mask: str | None) -> None:
+    """Raise a TypeError for what is no mask; refuse one without the blocks of the settings."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask, as Mask.causal() is; got {mask!r}")
+    if block_mask is not None and mask.block_table is None:
+        raise ValueError(
+            f"BurstConfig(block_mask={block_mask!r}) is read by Megatron's layers alone: give its "
+            "table with the mask, as Mask.causal(block_table=table)"
+        )
 
 
 def check_alike(**tensors: Tensor) -> None:

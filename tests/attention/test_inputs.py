@@ -118,6 +118,9 @@ def test_what_is_no_context_no_mask_and_no_group_is_named(context: BurstContext)
         ring_attention(Q, KV, KV, context, mask="causal")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="context must be a BurstContext, as .* is; got None"):
         ring_attention(Q, KV, KV, None, mask=Mask.causal())  # type: ignore[arg-type]
+    of_layers = BurstContext.create(BurstConfig(block_mask="blocks.npy"))
+    with pytest.raises(ValueError, match=r"'blocks.npy'\) is read by Megatron's layers"):
+        ring_attention(Q, KV, KV, of_layers, mask=Mask.causal())
     for other in (dist.GroupMember.NON_GROUP_MEMBER, [0, 1]):
         with pytest.raises(TypeError, match=r"process group that this rank is in, as mesh.*; got "):
             BurstContext.create(BurstConfig(), other)
