@@ -282,9 +282,11 @@ def positive(sizes: Mapping[str, float | None]) -> Iterator[tuple[bool, str]]:
 
 
 def settle_enums(config: Any) -> None:
-    """Let strings become members of their enum; refuse what is none."""
+    """Let strings become members of their enum, and auto no size; refuse what is none."""
     refused = Refused()
     for spec in dataclasses.fields(config):
+        if spec.metadata.get("type") is size_or_auto and getattr(config, spec.name) == "auto":
+            object.__setattr__(config, spec.name, None)
         if known := members(spec):
             value, name = str(getattr(config, spec.name)), flag_name(config, spec)
             if value in known:

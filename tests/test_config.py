@@ -137,6 +137,11 @@ def test_numbers_are_positive_and_finite(said: str, name: str, values: tuple[flo
             BurstConfig(**{name: value})
 
 
+def test_auto_is_what_the_flag_makes_of_it() -> None:
+    auto: Any = "auto"
+    assert BurstConfig(head_parallel_size=auto, head_chunks=auto) == BurstConfig()
+
+
 def test_a_configuration_is_frozen_and_hashable_and_takes_keywords_alone() -> None:
     config = BurstConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
