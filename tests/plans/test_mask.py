@@ -254,6 +254,8 @@ def test_masks_that_differ_have_other_names_and_digests() -> None:
     same = [Mask.causal(documents=[0, 3, 8]) for _ in range(2)]
     assert same[0] == same[1] and hash(same[0]) == hash(same[1]) and str(same[0]) == str(same[1])
     assert Mask.causal(documents=[0, 3, 8], lengths=[3, 5]) == Mask.causal(documents=[0, 3, 8])
+    for table in (tables[0].numpy(), tables[0].tolist()):
+        assert Mask.causal(block_table=table) == Mask.causal(block_table=tables[0])
     as_lists, as_tensors, as_arrays = (
         Mask.causal(window=make([4])[0], documents=make([0, 4, 8]), lengths=make([3, 4]))
         for make in (list, torch.tensor, np.array)

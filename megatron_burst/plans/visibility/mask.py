@@ -224,6 +224,7 @@ def _padding_apart(
 
 
 def _bytes_of(table: Tensor) -> bytes:
+    table = torch.as_tensor(table)  # of numpy or lists, as documents may be
     is_square = table.ndim == 2 and table.shape[0] == table.shape[1] > 0
     if not is_square or table.dtype != torch.bool:
         raise ValueError(
