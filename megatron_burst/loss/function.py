@@ -106,9 +106,9 @@ def linear_cross_entropy(
         backward raises a ValueError.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, other numbers of rows or targets on
-            ranks of the group, both chunk_size and memory_mb, or a memory limit too small for one
-            token.
+        ValueError: shapes, dtypes or settings that do not fit, another number of rows or other
+            targets on ranks of the group, both chunk_size and memory_mb, or a memory limit too
+            small for one token.
         TypeError: a tensor is a DTensor, or a number a tensor that asks for a gradient.
     """
     if reduction not in ("none", "sum", "mean"):
@@ -175,17 +175,22 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
 
 
 def _compare(weight: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
-    """Compare the sizes by which a rank places the shards of the others; the host waits."""
+    """Compare the sizes by which a rank places the shards of the others, and the sums of targets.
+
+    The host waits.
+    """
     if weight.is_meta or isinstance(weight, FakeTensor) or is_captured(weight):
         return
-    given = weight.new_tensor([weight.shape[0], targets.numel()], dtype=torch.int64)
-    of_ranks = given.new_empty(group.size() * 2)
+    given = weight.new_tensor([weight.shape[0], targets.numel(), 0], dtype=torch.int64)
+    given[2] = targets.sum()
+    of_ranks = given.new_empty(group.size() * 3)
     dist.all_gather_into_tensor(of_ranks, given, group=group)
-    if (of_ranks.view(-1, 2) != given).any():
-        rows, tokens = of_ranks.view(-1, 2).t().tolist()
+    if (of_ranks.view(-1, 3) != given).any():
+        rows, tokens, sums = of_ranks.view(-1, 3).t().tolist()
         raise ValueError(
-            f"the ranks of the group give {rows} rows of the weight and {tokens} targets: pad the "
-            "vocabulary, or the tokens, to as many on every rank"
+            f"the ranks of the group give {rows} rows of the weight and {tokens} targets, of which "
+            f"the sums are {sums}: give the same targets, as ranks do that share a vocabulary, not "
+            "a sequence, and pad the vocabulary, or the tokens, to as many on every rank"
         )
 
 

@@ -149,19 +149,24 @@ def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     assert spread.collectives == ["sizes", *forward, "statistics", *backward]
 
 
-def uneven(team: Team, fewer_rows: int, fewer_tokens: int) -> str:
+def uneven(team: Team, fewer_rows: int, fewer_tokens: int, further: int) -> str:
     tokens = 5 - team.rank * fewer_tokens
     hidden, weight = torch.ones(tokens, 2), torch.ones(5 - team.rank * fewer_rows, 2)
+    targets = torch.ones(tokens).long() + team.rank * further
     with pytest.raises(ValueError) as raised:
-        linear_cross_entropy(hidden, weight, torch.ones(tokens).long(), group=team.group)
+        linear_cross_entropy(hidden, weight, targets, group=team.group)
     return str(raised.value)
 
 
 def test_what_ranks_would_take_for_each_others_is_refused(workers: WorkerPool) -> None:
-    """As `weight.chunk(2)` makes of an odd vocabulary: without a word the losses were others."""
+    """Without a word the losses were others.
+
+    Of what `weight.chunk(2)` makes of an odd vocabulary, and of a group that shares a sequence.
+    """
     for fewer, said in (
-        ((2, 0), "give [5, 3] rows of the weight and [5, 5] targets: pad"),
-        ((0, 1), "give [5, 5] rows of the weight and [5, 4] targets: pad"),
+        ((2, 0, 0), "give [5, 3] rows of the weight and [5, 5] targets, of which the sums are [5"),
+        ((0, 1, 0), "give [5, 5] rows of the weight and [5, 4] targets, of which the sums are [5"),
+        ((0, 0, 1), "and [5, 5] targets, of which the sums are [5, 10]: give the same targets, as"),
     ):
         assert all(said in each for each in workers.run(2, uneven, *fewer))
 
