@@ -160,6 +160,8 @@ MLP_LIMITS = with_remedies(
     use_transformer_engine_op_fuser="that MLP has no forward that takes part of the tokens",
     cuda_graph_impl="chunks were not shown to be right in a graph",
     moe_shared_expert_overlap="shared experts run in parts there, which chunks would not see",
+    save_activations_interval="Megatron would write those of the last chunk alone",
+    save_dgrads_interval="Megatron would write those of the last chunk alone",
     gtp_weight_remat_size=(
         "it gathers weights once a forward: drop --tensor-parallel-num-weight-shards"
     ),

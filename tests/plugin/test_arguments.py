@@ -668,6 +668,14 @@ def test_modules_that_chunks_recompute_are_refused(
     assert "--recompute-modules mlp: chunks recompute it: drop it there" in text
 
 
+@pytest.mark.parametrize("what", ["activations", "dgrads"])
+def test_chunks_refuse_files_that_would_hold_one_of_them(
+    parser: argparse.ArgumentParser, what: str
+) -> None:
+    text = refusal(parser, f"--mlp-chunks 2 --save-{what}-interval 2")
+    assert "write those of the last chunk alone: drop --save-" in text
+
+
 def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(
     parser: argparse.ArgumentParser,
 ) -> None:
