@@ -58,6 +58,7 @@ def refusals(settings: Any) -> list[str]:
         _window_refusals,
         _document_refusals,
         _rotary_refusals,
+        _logit_file_refusals,
         _mtp_refusals,
     )
     others = (reason for check in checks for reason in check(settings))
@@ -223,6 +224,18 @@ def cannot_follow(args: Any, why: str) -> Iterator[str]:
     # Without rope Megatron switches the fusion off by itself.
     if fuses and (kind == "rope" or args.use_rotary_position_embeddings):
         yield f"apply_rope_fusion = True: MLA's cannot follow {why}: pass --no-rope-fusion"
+
+
+def _logit_file_refusals(args: Any) -> Iterator[str]:
+    """Files of logits for distillation, which are read by rank and row, whoever wrote them."""
+    layout = getattr(args, "burst_layout", LayoutName.ZIGZAG)
+    for name in ("logits_save_dir", "logits_load_dir"):
+        path = getattr(args, name, None)
+        if path and layout not in ZIGZAGS and args.context_parallel_size > 1:
+            yield (
+                f"{name} = {path}: its rows are those of Megatron's zigzag, not of --burst-layout "
+                f"{layout}: drop one of them"
+            )
 
 
 def _mtp_refusals(args: Any) -> Iterator[str]:

@@ -397,6 +397,10 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
             f"{HYBRID} '*-' {SEGMENTED} --sft --context-parallel-size 2",
             "equal work: drop --burst-layout seg",
         ),
+        *(
+            (f"{BURST}{SEGMENTED} --context-parallel-size 2 {flag} F", "not of --burst-layout seg")
+            for flag in ("--logits-save-dir", "--logits-load-dir")
+        ),
         (HYBRID + "'*-||*-/*-'", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
         (
             HYBRID + "'*G' --tensor-model-parallel-size 2",
