@@ -123,6 +123,7 @@ def _narrow(reason: str) -> dict[str, str]:
 LATENT_LIMITS = with_remedies(
     **_narrow("K and V are made of received latents in the model's dtype"),
     delay_wgrad_compute="its late gradients are written over what received latents add",
+    save_dgrads_interval="Megatron would write those of this rank's queries alone",
     use_megatron_fsdp="it was not shown to be right with weights that FSDP shards",
     use_torch_fsdp2="it was not shown to be right with weights that FSDP shards",
 )

@@ -59,6 +59,7 @@ BURST = "--context-parallel-algo burst --attention-dropout 0 --seq-length 32 "
 CHUNKED = "--lm-head-loss chunked "
 KEEP = BURST + "--recompute-attention-fraction 0.5 "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+LATENT = f"{BURST} --multi-latent-attention --burst-mla latent"
 HYBRID = BURST + "--hybrid-layer-pattern "
 SEGMENTED = " --burst-layout segmented-zigzag"
 DOCUMENTS = " --dataloader-inter-document-masking"
@@ -650,7 +651,7 @@ def test_what_a_limit_refuses_is_named_with_its_value_its_reason_and_the_flag(
 @pytest.mark.parametrize(
     ("ours", "limits"),
     [
-        (f"{BURST} --multi-latent-attention --burst-mla latent", LATENT_LIMITS),
+        (LATENT, LATENT_LIMITS),
         ("--mlp-chunks 2", MLP_LIMITS),
     ],
 )
@@ -672,12 +673,15 @@ def test_modules_that_chunks_recompute_are_refused(
     assert "--recompute-modules mlp: chunks recompute it: drop it there" in text
 
 
-@pytest.mark.parametrize("what", ["activations", "dgrads"])
-def test_chunks_refuse_files_that_would_hold_one_of_them(
-    parser: argparse.ArgumentParser, what: str
+@pytest.mark.parametrize(
+    ("ours", "what"),
+    [("--mlp-chunks 2", "activations"), ("--mlp-chunks 2", "dgrads"), (LATENT, "dgrads")],
+)
+def test_files_that_would_hold_a_part_are_refused(
+    parser: argparse.ArgumentParser, ours: str, what: str
 ) -> None:
-    text = refusal(parser, f"--mlp-chunks 2 --save-{what}-interval 2")
-    assert "write those of the last chunk alone: drop --save-" in text
+    text = refusal(parser, f"{ours} --save-{what}-interval 2")
+    assert re.search(f"Megatron would write those of .* alone: drop --save-{what}-interval", text)
 
 
 def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(
