@@ -77,6 +77,7 @@ CPU_LIMITS: Mapping[str, str] = {
     ),
     "moe_routing_trace_path": "it copies by CUDA: drop --moe-routing-trace-path",
     "record_memory_history": "it records CUDA's allocator: drop it",
+    "gpu_sniff_test_interval": "it times GPUs: drop --gpu-sniff-test-interval",
     "use_persistent_ckpt_worker": (
         "its process ends without a GPU, and saving waits for ever: drop "
         "--use-persistent-ckpt-worker"
