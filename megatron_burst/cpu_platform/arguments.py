@@ -78,6 +78,9 @@ CPU_LIMITS: Mapping[str, str] = {
     "moe_routing_trace_path": "it copies by CUDA: drop --moe-routing-trace-path",
     "record_memory_history": "it records CUDA's allocator: drop it",
     "gpu_sniff_test_interval": "it times GPUs: drop --gpu-sniff-test-interval",
+    "high_priority_a2a_comm_stream": (
+        "streams have no priorities: drop --high-priority-a2a-comm-stream"
+    ),
     "use_persistent_ckpt_worker": (
         "its process ends without a GPU, and saving waits for ever: drop "
         "--use-persistent-ckpt-worker"

@@ -187,6 +187,7 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--moe-routing-trace-path here", "it copies by CUDA: drop --moe-routing-trace-path"),
         ("--bf16 --fp32-residual-connection", "drop --fp32-residual-connection"),
         ("--gpu-sniff-test-interval 9", "it times GPUs: drop --gpu-sniff-test-interval"),
+        ("--high-priority-a2a-comm-stream", "drop --high-priority-a2a-comm-stream"),
         ("--use-persistent-ckpt-worker", "waits for ever: drop --use-persistent-ckpt-worker"),
         ("--mamba-training-ssm-states-dtype bf16", "the states are float32 here"),
     ],
