@@ -1,7 +1,11 @@
-"""torch's Adam in Megatron's distributed optimizers, which is there without Apex and TE.
+"""What Megatron's distributed optimizers save and load wrongly.
 
-Its `step` is a tensor in the state of every parameter, where the others have one for a group, and
-the checkpoint code of the distributed optimizer stumbles over that:
+With --dist-ckpt-optim-fully-reshardable what lies behind a bucket that was padded: 0.19 and dev
+(d48bd6be) gather the buckets without their padding, and read parameters where they lie with it, so
+that the weights which are loaded are moved.
+
+And torch's Adam, which is there without Apex and TE. Its `step` is a tensor in the state of every
+parameter, where the others have one for a group, and the checkpoint code stumbles over that:
 - it asserts that all parameters share one `step` before it reads a checkpoint, when Adam has no
   state yet. Megatron's `init_state_fn` makes the moments alone and is not called there;
 - it takes `step` for a shard of the parameter like the moments: `dp_reshardable` reads back a wrong
@@ -21,7 +25,7 @@ import torch
 
 
 def with_torch_adam(build_optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_megatron_optimizer` whose distributed optimizers save and load torch's Adam rightly.
+    """`get_megatron_optimizer` whose distributed optimizers save and load rightly.
 
     No hook of Megatron lies between building the optimizer and reading the checkpoint.
     """
@@ -30,12 +34,33 @@ def with_torch_adam(build_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     def build(*args: Any, **kwargs: Any) -> Any:
         optimizer = build_optimizer(*args, **kwargs)
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            distributed = hasattr(part, "load_parameter_state_from_dp_reshardable")
-            if distributed and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            if not hasattr(part, "load_parameter_state_from_dp_reshardable"):
+                continue
+            _gather_padding(part)
+            if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
                 _mend(part)
         return optimizer
 
     return build
+
+
+def _gather_padding(distributed: Any) -> None:
+    """Let `sharded_param_state_fully_reshardable` gather where it reads: padding, too."""
+    save = distributed.sharded_param_state_fully_reshardable
+
+    @functools.wraps(save)
+    def save_all(*args: Any, **kwargs: Any) -> Any:
+        parts = [part for buffer in distributed.buffers for part in (buffer, *buffer.buckets)]
+        sizes = [part.numel_unpadded for part in parts]
+        for part in parts:
+            part.numel_unpadded = part.grad_data.numel()
+        try:
+            return save(*args, **kwargs)
+        finally:
+            for part, size in zip(parts, sizes, strict=True):
+                part.numel_unpadded = size
+
+    distributed.sharded_param_state_fully_reshardable = save_all
 
 
 def _mend(distributed: Any) -> None:

@@ -219,6 +219,7 @@ def test_a_distributed_optimizer_loads_into_views_of_parameters() -> None:
     write = lambda *_: parameter.view(2, 2)[0].zero_()  # noqa: E731
     names = "load_state_dict load_parameter_state load_parameter_state_from_dp_reshardable"
     names += " _get_main_param_and_optimizer_states _set_main_param_and_optimizer_states"
+    names += " sharded_param_state_fully_reshardable"
     part = SimpleNamespace(
         optimizer=optimizer,
         ddp_config=SimpleNamespace(use_megatron_fsdp=False),
