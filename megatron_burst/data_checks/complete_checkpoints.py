@@ -236,9 +236,7 @@ def what_is_missing(folder: Path, needs_marker: bool, has_groups: bool = False) 
             return f"{name} is truncated after {file.stat().st_size} bytes"
         if file.stat().st_mtime_ns <= replaced:
             return f"{name} is still that of an earlier save"
-    if is_torch:
-        return None if marks else "it holds no file"
-    return _missing_tensors(folder)
+    return _missing_tensors(folder) if not is_torch else None if marks else "it holds no file"
 
 
 def _marks(folder: Path, is_torch: bool, needs_marker: bool, has_groups: bool) -> Iterator[Path]:
@@ -289,8 +287,8 @@ def _of_all_ranks[T](value: T) -> list[T]:
 def _with_note(args: argparse.Namespace, save: Callable[..., None]) -> Callable[..., None]:
     """Megatron's `save_checkpoint`, which writes over a checkpoint of the same iteration in place.
 
-    Truncated then, it might hold files of both, all of full size. So a note is made first of what
-    has to be replaced. A failure becomes a `SaveError`.
+    Truncated then, it might hold files of both, all of full size. So it is noted first what has to
+    be replaced. A failure becomes a `SaveError`.
     """
 
     @functools.wraps(save)
@@ -301,6 +299,9 @@ def _with_note(args: argparse.Namespace, save: Callable[..., None]) -> Callable[
         what_is_missing.cache_clear()
         if first and persistent:
             note_replaced(folder)
+            record = Path(checkpointing.get_checkpoint_tracker_filename(args.save))
+            if record.is_file() and not record.read_text(errors="replace").strip().isalnum():
+                record.unlink()  # truncated: --save-retain-interval reads it before it is written
         if dist.is_initialized():
             dist.barrier()
         try:

@@ -340,6 +340,20 @@ def test_a_training_goes_on_from_the_whole_one(
     assert contents(directory / "iter_0000002") == before
 
 
+def test_a_truncated_record_does_not_end_a_save(
+    tmp_path: Path, restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron does under --save-retain-interval, it reads the record that is there."""
+    record = tmp_path / TRACKER
+    reads = lambda _: int(record.read_text()) if record.exists() else 0  # noqa: E731
+    monkeypatch.setattr(training, "save_checkpoint", reads)
+    attach(settings(tmp_path, save=str(tmp_path)))
+    for text in ("", "4"):
+        record.write_text(text)
+        training.save_checkpoint(6)
+    assert record.read_text() == "4"
+
+
 def test_saving_needs_no_process(tmp_path: Path, restored: None) -> None:
     """It would outlive a rank that is killed."""
     attach(settings(tmp_path))
