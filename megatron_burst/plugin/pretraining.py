@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -117,7 +118,7 @@ def _evaluation_refusal(args: Namespace) -> str:
 def hold_checkpoints(args: Namespace) -> None:
     """Keep other jobs out of --save while this one runs; the first rank does that for all.
 
-    Ends the process where one is there and does not end soon.
+    Ends the process where one is there and does not end soon, or where nothing can be saved.
     """
     if not args.save or "://" in args.save or args.rank != 0:  # or an object store
         return
@@ -125,6 +126,8 @@ def hold_checkpoints(args: Namespace) -> None:
         lock.hold(Path(args.save), patience=_PATIENCE_SECONDS, say=logger.warning)
     except lock.InUseError as error:
         sys.exit(f"megatron_burst: {error}")
+    if not (os.path.isdir(args.save) and os.access(args.save, os.W_OK | os.X_OK)):
+        sys.exit(f"megatron_burst: --save {args.save} is no directory that can be written to")
 
 
 def forward_step(

@@ -156,3 +156,16 @@ def test_a_second_job_does_not_save_where_a_first_one_does(
         pretraining.hold_checkpoints(Namespace(save=None, rank=0))
         with pytest.raises(SystemExit, match="^megatron_burst: .*/saved is in use by a process on"):
             pretraining.hold_checkpoints(Namespace(save=str(tmp_path / "saved"), rank=0))
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first checkpoint, maybe of hours, would be lost. Root may write wherever it can be."""
+    (tmp_path / "file").touch()
+    for save in ("file", "file/below"):
+        with pytest.raises(SystemExit, match=f"--save .*/{save} is no directory that can be writ"):
+            pretraining.hold_checkpoints(Namespace(save=str(tmp_path / save), rank=0))
+    monkeypatch.setattr("os.access", lambda path, _: path != str(tmp_path))
+    with pytest.raises(SystemExit, match="can be written to"):
+        pretraining.hold_checkpoints(Namespace(save=str(tmp_path), rank=0))
