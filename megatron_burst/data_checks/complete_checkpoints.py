@@ -9,28 +9,24 @@ import argparse
 import functools
 import logging
 import os
-import queue
 import re
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import megatron.training.checkpointing as checkpointing
-import megatron.training.training as training
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import maybe_load_config
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_burst.data_checks import saves
+from megatron_burst.data_checks.saves import MARKER, METADATA
 from megatron_burst.plugin.compat import wrap
 
 logger = logging.getLogger(__name__)
 
-METADATA = ".metadata"  # of torch's distributed checkpoints; written after the tensors
-MARKER = "metadata.json"  # of Megatron's torch_dist; written last
 RELEASE = "release"  # the folder, and its record, of weights without an iteration
 
 
@@ -38,14 +34,8 @@ class NoCompleteCheckpointError(RuntimeError):
     """Nothing of what was saved can be loaded; the message says why, one checkpoint a line."""
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be saved; the message says which, where and how much room there is."""
-
-
 def attach(args: argparse.Namespace) -> None:
     """Let Megatron ask `CompleteOnly` what to load; see a save over an old one through.
-
-    Saving starts no process, unless --async-save does.
 
     Raises:
         ValueError: this training would write over checkpoints that it does not go on from.
@@ -54,10 +44,7 @@ def attach(args: argparse.Namespace) -> None:
     complete = wrap(checkpointing, "read_metadata", functools.partial(CompleteOnly, args))
     wrap(checkpointing, "_load_base_checkpoint", complete.around_load)
     wrap(checkpointing, "checkpoint_exists", complete.around_exists)
-    wrap(training, "save_checkpoint", functools.partial(_with_note, args))
-    if not args.async_save:
-        # Megatron's is held by a process of its own, which outlives a rank that is killed.
-        filesystem_async.get_write_results_queue = functools.cache(queue.Queue)
+    saves.attach(args, what_is_missing.cache_clear)
 
 
 def refuse_mixture(args: argparse.Namespace) -> None:
@@ -225,7 +212,7 @@ def what_is_missing(folder: Path, needs_marker: bool, has_groups: bool = False) 
     is_torch = any(folder.glob("mp_rank_*"))
     if not is_torch and dist.is_initialized() and dist.get_rank() != 0:
         return None
-    note = _note(folder)
+    note = saves.note_of(folder)
     replaced = note.stat().st_mtime_ns if note.is_file() else 0
     marks = list(_marks(folder, is_torch, needs_marker, has_groups))
     for file in marks:
@@ -236,7 +223,9 @@ def what_is_missing(folder: Path, needs_marker: bool, has_groups: bool = False) 
             return f"{name} is truncated after {file.stat().st_size} bytes"
         if file.stat().st_mtime_ns <= replaced:
             return f"{name} is still that of an earlier save"
-    return _missing_tensors(folder) if not is_torch else None if marks else "it holds no file"
+    if is_torch:
+        return None if marks else "it holds no file"
+    return _missing_tensors(folder)
 
 
 def _marks(folder: Path, is_torch: bool, needs_marker: bool, has_groups: bool) -> Iterator[Path]:
@@ -282,67 +271,3 @@ def _of_all_ranks[T](value: T) -> list[T]:
         values *= dist.get_world_size()
         dist.all_gather_object(values, value)
     return values
-
-
-def _with_note(args: argparse.Namespace, save: Callable[..., None]) -> Callable[..., None]:
-    """Megatron's `save_checkpoint`, which writes over a checkpoint of the same iteration in place.
-
-    Truncated then, it might hold files of both, all of full size. So it is noted first what has to
-    be replaced. A failure becomes a `SaveError`.
-    """
-
-    @functools.wraps(save)
-    def note_and_save(iteration: int, *more: Any, **options: Any) -> None:
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        persistent = args.save and not options.get("non_persistent_ckpt")
-        folder = Path(args.save or "") / f"iter_{iteration:07d}"
-        what_is_missing.cache_clear()
-        if first and persistent:
-            note_replaced(folder)
-            record = Path(checkpointing.get_checkpoint_tracker_filename(args.save))
-            if record.is_file() and not record.read_text(errors="replace").strip().isalnum():
-                record.unlink()  # truncated: --save-retain-interval reads it before it is written
-        if dist.is_initialized():
-            dist.barrier()
-        try:
-            save(iteration, *more, **options)
-        except (Exception, CheckpointException) as error:
-            if not args.save:
-                raise
-            raise SaveError(
-                f"the checkpoint of iteration {iteration} could not be saved to {args.save}"
-                f"{_room(args.save)}; those saved before it can be loaded. Its error, "
-                f"{type(error).__name__}, stands above"
-            ) from error
-        if first and persistent and not args.async_save:  # all ranks have written
-            _note(folder).unlink(missing_ok=True)
-
-    return note_and_save
-
-
-def _room(directory: str) -> str:
-    """How full the disk is; nothing of an object store or of a directory that could not be made."""
-    if not Path(directory).is_dir():
-        return ""
-    disk = shutil.disk_usage(directory)
-    return f", where {disk.free >> 20} of {disk.total >> 20} MiB are free"
-
-
-def note_replaced(folder: Path) -> None:
-    """Note of what time the checkpoint in this folder is, if there is one.
-
-    As long as one of the files that make it complete is as old, the folder does not count as
-    complete. The note, a file of that time, lies beside the folder, all of whose files Megatron's
-    --verify-integrity takes for the checkpoint's.
-    """
-    marks = [folder / METADATA, folder / MARKER, *folder.glob("mp_rank_*/*.pt")]
-    if times := [mark.stat().st_mtime_ns for mark in marks if mark.is_file()]:
-        new = _note(folder).with_suffix(".new")
-        new.touch()
-        os.utime(new, ns=(max(times), max(times)))
-        new.replace(_note(folder))
-        logger.warning("%s holds an earlier checkpoint, which is replaced", folder)
-
-
-def _note(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")

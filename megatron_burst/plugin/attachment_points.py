@@ -28,6 +28,7 @@ WRAPPED: Mapping[str, str] = {
     f"{_TRAINING}.training:build_train_valid_test_data_iterators": "",
     f"{_TRAINING}.training:get_megatron_optimizer": "",
     f"{_TRAINING}.training:get_model": "model_provider_func",
+    f"{_TRAINING}.training:maybe_finalize_async_save": "",
     f"{_TRAINING}.training:save_checkpoint": "iteration",
     f"{_TRAINING}.checkpointing:_load_base_checkpoint": "load_dir args",
     f"{_DATASETS}.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices": "",

@@ -16,16 +16,15 @@ checkpointing = pytest.importorskip("megatron.training.checkpointing")
 import megatron.training.training as training  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader  # noqa: E402
 
 from megatron_burst.data_checks.complete_checkpoints import (  # noqa: E402
-    MARKER,
     CompleteOnly,
     NoCompleteCheckpointError,
     attach,
-    note_replaced,
     what_is_missing,
 )
+from megatron_burst.data_checks.saves import MARKER, SaveError, note_replaced  # noqa: E402
 from tests.tier import slow_if  # noqa: E402
 from tests.training.faults import MODULE, TRACKER, check_same_steps  # noqa: E402
 from tests.training.launcher import BURST, run_module  # noqa: E402
@@ -149,6 +148,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         (checkpointing, "_load_base_checkpoint"),
         (checkpointing, "checkpoint_exists"),
         (training, "save_checkpoint"),
+        (training, "maybe_finalize_async_save"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
 
@@ -352,6 +352,18 @@ def test_a_truncated_record_does_not_end_a_save(
         record.write_text(text)
         training.save_checkpoint(6)
     assert record.read_text() == "4"
+
+
+def test_a_save_that_fails_beside_training_is_named(
+    tmp_path: Path, restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(blocking: bool) -> None:
+        raise CheckpointException("write", {})
+
+    monkeypatch.setattr(training, "maybe_finalize_async_save", fails)
+    attach(settings(tmp_path, save=str(tmp_path), async_save=True))
+    with pytest.raises(SaveError, match=f"async-save could not be .* {tmp_path}, where .* are fre"):
+        training.maybe_finalize_async_save(blocking=False)
 
 
 def test_saving_needs_no_process(tmp_path: Path, restored: None) -> None:
