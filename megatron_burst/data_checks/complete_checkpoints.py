@@ -38,9 +38,11 @@ def attach(args: argparse.Namespace) -> None:
     """Let Megatron ask `CompleteOnly` what to load; see a save over an old one through.
 
     Raises:
-        ValueError: this training would write over checkpoints that it does not go on from.
+        ValueError: this training would write over checkpoints that it does not go on from, or has
+            none of those that it cannot do without.
     """
     refuse_mixture(args)
+    refuse_nothing(args)
     complete = wrap(checkpointing, "read_metadata", functools.partial(CompleteOnly, args))
     wrap(checkpointing, "_load_base_checkpoint", complete.around_load)
     wrap(checkpointing, "checkpoint_exists", complete.around_exists)
@@ -71,6 +73,16 @@ def refuse_mixture(args: argparse.Namespace) -> None:
         "this training would save among and over them: "
         f"pass {remedy} to go on from the newest of them, or another --save"
     )
+
+
+def refuse_nothing(args: argparse.Namespace) -> None:
+    """Raise a ValueError if random weights would be finetuned, or evaluated alone."""
+    why = "--finetune" if args.finetune else "--skip-train" if args.skip_train else ""
+    if not why or not args.load or "://" in args.load or args.pretrained_checkpoint:
+        return
+    record = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
+    if not record.is_file() and not _saved(record.parent, None):
+        raise ValueError(f"{why}: --load {args.load} holds no checkpoint: name the folder of one")
 
 
 class CompleteOnly:

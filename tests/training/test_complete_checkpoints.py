@@ -293,6 +293,7 @@ def test_a_training_does_not_save_among_the_checkpoints_of_another(
     for changes in ({"save": str(tmp_path / "link")}, {"load": other, "save": other}):
         attach(settings(directory, **changes))
     attach(settings(directory, save=other, finetune=True))
+    (tmp_path / "other" / "iter_0000004").mkdir(parents=True)
     for changes in ({"skip_train": True}, {"ckpt_convert_format": "torch"}):
         attach(settings(directory, save=str(directory), **changes | {"load": other}))
     for folder in directory.glob("iter_*"):
@@ -300,6 +301,19 @@ def test_a_training_does_not_save_among_the_checkpoints_of_another(
         (folder / ".metadata").unlink()
     what_is_missing.cache_clear()
     attach(settings(directory, save=str(directory), load=None))  # nothing can be lost
+
+
+@pytest.mark.parametrize("why", ["finetune", "skip_train"])
+def test_random_weights_are_not_finetuned(tmp_path: Path, restored: None, why: str) -> None:
+    """Megatron warns of it, and trains to the end."""
+    there, typo = tmp_path / "iter_0000004", tmp_path / "typo"
+    there.mkdir()
+    attach(settings(tmp_path, **{why: True}))
+    attach(settings(typo))  # as at the first start of a training
+    attach(settings(typo, pretrained_checkpoint=str(tmp_path), **{why: True}))
+    flag = f"--{why.replace('_', '-')}"
+    with pytest.raises(ValueError, match=f"^{flag}: --load {typo} holds no checkpoint"):
+        attach(settings(typo, **{why: True}))
 
 
 def test_a_rank_looks_for_its_own_file_once_it_knows_it(
