@@ -15,6 +15,8 @@ CPU_DEFAULTS: dict[str, Any] = {
     "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False,
     "bias_dropout_fusion": False,
+    # Megatron-FSDP asks NCCL to scale what it sums.
+    "gradient_reduce_div_fusion": False,
     # A loader process for each rank and split costs more than it hides.
     "num_workers": 0,
 }

@@ -157,6 +157,7 @@ def defaults(megatron_parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def test_defaults_pass_the_check(defaults: argparse.Namespace) -> None:
     assert defaults.distributed_backend == "gloo"
+    assert not defaults.gradient_reduce_div_fusion  # "Cannot use ReduceOp.PREMUL_SUM with Gloo"
     cpu_arguments.check_cpu_arguments(defaults)
 
 
