@@ -88,6 +88,11 @@ def sharding_refusals(args: Any) -> Iterator[str]:
     for flag, limits in SHARDING_LIMITS.items():
         if getattr(args, flag, False):
             yield from broken_limits(limits, args)
+    if args.use_megatron_fsdp and args.swiglu and args.save and not (args.bf16 or args.fp16):
+        yield (
+            "use_megatron_fsdp = True, swiglu = True: Megatron cannot save them in float32, its "
+            "first save ends with an error: add --bf16, or drop --save or one of them"
+        )
 
 
 def documents_flag(args: Any) -> str | None:

@@ -707,6 +707,7 @@ OURS = BURST, "--lm-head-loss chunked ", "--mlp-chunks auto "
     ("flags", "reason"),
     [
         ("--use-megatron-fsdp --optimizer-cpu-offload", "its first step ends with an error: drop"),
+        ("--use-megatron-fsdp --swiglu --save=there", "cannot save them in float32"),
         ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
     ],
 )
