@@ -78,9 +78,6 @@ CPU_LIMITS: Mapping[str, str] = {
         "it asks for TransformerEngine's layers: drop --save-tokens-per-expert-interval"
     ),
     "moe_routing_trace_path": "it copies by CUDA: drop --moe-routing-trace-path",
-    "use_persistent_ckpt_worker": (
-        "its process counts GPUs and ends: drop --use-persistent-ckpt-worker"
-    ),
     "record_memory_history": "it records CUDA's allocator: drop it",
     "gpu_sniff_test_interval": "it times GPUs: drop --gpu-sniff-test-interval",
     "high_priority_a2a_comm_stream": (

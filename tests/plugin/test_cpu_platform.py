@@ -186,7 +186,6 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--save-activations-interval 2", "drop --save-activations-interval"),
         ("--save-tokens-per-expert-interval 2", "drop --save-tokens-per-expert-interval"),
         ("--moe-routing-trace-path here", "it copies by CUDA: drop --moe-routing-trace-path"),
-        ("--use-persistent-ckpt-worker", "counts GPUs and ends: drop --use-persistent-ckpt-worker"),
         ("--bf16 --fp32-residual-connection", "drop --fp32-residual-connection"),
         ("--gpu-sniff-test-interval 9", "it times GPUs: drop --gpu-sniff-test-interval"),
         ("--high-priority-a2a-comm-stream", "drop --high-priority-a2a-comm-stream"),
