@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
+import itertools
 import logging
 import re
 import shlex
@@ -68,7 +70,7 @@ MTP = "--mtp-num-layers 1 --context-parallel-size 2"
 BATCHES: Any = SimpleNamespace(cut=None)  # none come
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False)
     return add_burst_arguments(megatron_arguments.add_megatron_arguments(made))
@@ -76,29 +78,30 @@ def parser() -> argparse.ArgumentParser:
 
 @pytest.mark.parametrize("name", ENDED)
 def test_a_flag_of_before_ends_with_what_to_do(
-    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], name: str
+    capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    assert asks_for_us([f"{name}=2"]) and name not in parser.format_help()
+    assert asks_for_us([f"{name}=2"]) and name not in parser().format_help()
     for words in ([name], [name, "2"], [f"{name}=2"]):
         with pytest.raises(SystemExit):
-            parser.parse_args(words)
+            parser().parse_args(words)
         assert f"{name} is no more: {ENDED[name]}" in capsys.readouterr().err
 
 
-def parse(parser: argparse.ArgumentParser, line: str = "") -> argparse.Namespace:
-    return parser.parse_args(shlex.split(line))
-
-
-def refusal(parser: argparse.ArgumentParser, line: str, **settings: Any) -> str:
-    args = parse(parser, line)
+def parse(line: str = "", **settings: Any) -> argparse.Namespace:
+    args = parser().parse_args(shlex.split(line))
     vars(args).update(settings)
+    return args
+
+
+def refusal(line: str, **settings: Any) -> str:
+    args = parse(line, **settings)
     with pytest.raises(ValueError) as error:
         configure(args)
     return str(error.value)
 
 
-def test_the_help_shows_the_group_burst_with_every_flag(parser: argparse.ArgumentParser) -> None:
-    assert "--context-parallel-algo" in parser.format_help()  # of Megatron's whole parser
+def test_the_help_shows_the_group_burst_with_every_flag() -> None:
+    assert "--context-parallel-algo" in parser().format_help()  # of Megatron's whole parser
     text = add_burst_arguments(argparse.ArgumentParser()).format_help()
     (group,) = re.findall(r"\nburst:\n(.*)", text, re.DOTALL)
     for flag in all_flags():
@@ -108,40 +111,35 @@ def test_the_help_shows_the_group_burst_with_every_flag(parser: argparse.Argumen
         assert all(value in group for value in flag.values)
 
 
-def test_without_our_flags_megatron_keeps_its_own_attention(
-    parser: argparse.ArgumentParser,
-) -> None:
-    args = parse(parser)
+def test_without_our_flags_megatron_keeps_its_own_attention() -> None:
+    args = parse()
     assert burst_config_from_args(args) is None
     configure(args)
-    stock = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser())
-    found = {name: getattr(args, name) for name in vars(stock.parse_args([]))}
-    assert found == vars(stock.parse_args([]))
+    parser_of_megatron = megatron_arguments.add_megatron_arguments(argparse.ArgumentParser())
+    stock = vars(parser_of_megatron.parse_args([]))
+    assert {name: getattr(args, name) for name in stock} == stock
 
 
 @pytest.mark.parametrize("algorithm", ["burst", "ring"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_an_algorithm_sets_what_megatron_passes_to_every_layer(
-    parser: argparse.ArgumentParser, algorithm: str, ranks: int
-) -> None:
-    args = parse(parser, f"{BURST} --context-parallel-size {ranks}")
-    args.context_parallel_algo = algorithm
+def test_an_algorithm_sets_what_megatron_passes_to_every_layer(algorithm: str, ranks: int) -> None:
+    args = parse(f"{BURST} --context-parallel-size {ranks} --context-parallel-algo {algorithm}")
     configure(args)
     configure(args)  # the same choice twice is fine
     assert args.cp_comm_type == [algorithm]
     assert args.create_attention_mask_in_dataloader is False
 
 
-def test_latents_are_refused_where_none_can_be_sent(parser: argparse.ArgumentParser) -> None:
+def test_latents_are_refused_where_none_can_be_sent() -> None:
     asked = f"{BURST} --burst-mla latent"
-    assert "the model has none: add --multi-latent-attention" in refusal(parser, asked)
+    assert "the model has none: add --multi-latent-attention" in refusal(asked)
     sharded = f"--multi-latent-attention --use-megatron-fsdp {BURST}"
-    assert "weights that FSDP shards" in refusal(parser, f"{sharded} --burst-mla latent")
+    assert "weights that FSDP shards" in refusal(f"{sharded} --burst-mla latent")
     for line, expected in ((sharded, "heads"), (f"--multi-latent-attention {BURST}", "auto")):
-        config = burst_config_from_args(parse(parser, line))
+        config = burst_config_from_args(parse(line))
         assert config is not None and config.mla == expected
     spread = f"{asked} --multi-latent-attention --burst-head-parallel-size 2"
-    assert "latents have no heads" in refusal(parser, spread)
+    assert "latents have no heads" in refusal(spread)
 
 
 @pytest.mark.parametrize(
@@ -159,13 +157,13 @@ def test_latents_are_refused_where_none_can_be_sent(parser: argparse.ArgumentPar
     ],
 )
 def test_the_ulysses_degree_is_chosen_later_but_for_documents_and_given_groups(
-    parser: argparse.ArgumentParser, line: str, size: int | None
+    line: str, size: int | None
 ) -> None:
-    config = burst_config_from_args(parse(parser, f"{BURST} {line}"))
+    config = burst_config_from_args(parse(f"{BURST} {line}"))
     assert config is not None and config.head_parallel_size == size
 
 
-def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> None:
+def test_the_flags_become_the_configuration() -> None:
     line = "--context-parallel-algo ring --burst-backward kv --burst-topology flat"
     line += " --burst-kernel cpu --distributed-timeout-minutes 3 --burst-ranks-per-node 4"
     expected = BurstConfig(
@@ -176,7 +174,7 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
         kernel="cpu",
         timeout_seconds=180.0,
     )
-    assert burst_config_from_args(parse(parser, line)) == expected
+    assert burst_config_from_args(parse(line)) == expected
 
 
 @pytest.mark.parametrize(
@@ -188,11 +186,11 @@ def test_the_flags_become_the_configuration(parser: argparse.ArgumentParser) -> 
     ],
 )
 def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
-    parser: argparse.ArgumentParser, line: str, own_entry: bool, elsewhere: bool
+    line: str, own_entry: bool, elsewhere: bool
 ) -> None:
-    args = parse(parser, line)
-    found = checks_files(args, own_entry=True), checks_files(args, own_entry=False)
-    assert found == (own_entry, elsewhere)
+    args = parse(line)
+    found = [checks_files(args, own_entry=own) for own in (True, False)]
+    assert found == [own_entry, elsewhere]
     args.burst_check_files = "yes"
     with pytest.raises(ValueError, match="--burst-check-files yes is unknown; .*: auto, on, off"):
         checks_files(args, own_entry=False)
@@ -234,102 +232,129 @@ def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
         f"{HYBRID} '*-*-|*-*-/*-' --num-layers 3 --cp-comm-type" + " burst" * 8,
     ],
 )
-def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
-    configure(parse(parser, line))
+def test_what_runs(line: str) -> None:
+    configure(parse(line))
 
 
-# Refused values of our own flags and of those that must go with them.
+# Refused values of our own flags and of those that must go with them, above what is said of them.
+
+WRONG_FLAGS = f"""\
+--context-parallel-algo brust
+    --context-parallel-algo brust is unknown; .*: burst, r
+{BURST}--burst-check nan --fp16
+    --burst-check nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss
+{BURST}--profile --use-pytorch-profiler --profile-step-end 4 --train-iters 3
+    --profile-step-end 4 is beyond --train-iters 3: a profiler that is not stopped
+{BURST}--distributed-timeout-minutes 0
+    --distributed-timeout-minutes must be positive and finite, got 0
+{BURST}--burst-backward best
+    --burst-backward best is unknown; .*: auto, query, kv
+{BURST}--context-parallel-algo ring --burst-backward query
+    --burst-backward query has no effect under --context-parallel-algo ring: drop it
+{BURST}--context-parallel-algo ulysses --burst-grad-dtype model
+    --burst-grad-dtype model has no effect under --context-parallel-algo ulysses
+{BURST}--context-parallel-algo ulysses --num-attention-heads 12 --tensor-model-parallel-size 2 \
+--context-parallel-size 4
+    6 query and 6 kv heads of a rank, after tensor parallelism, .* over 4 ranks
+{BURST}--burst-head-parallel-size 4 --num-attention-heads 24 --group-query-attention \
+--num-query-groups 6 --context-parallel-size 4 --tensor-model-parallel-size 2
+    12 query and 3 kv heads of a rank, after tensor parallelism, .* over 4 ranks
+{BURST}--burst-head-chunks 4 --burst-head-parallel-size 2 --num-attention-heads 32 \
+--group-query-attention --num-query-groups 8 --context-parallel-size 4 \
+--tensor-model-parallel-size 2
+    --burst-head-chunks 4 does not divide the 2 kv heads of a rank
+{BURST}--burst-head-parallel-size 3 --context-parallel-size 4
+    --burst-head-parallel-size 3 does not divide --context-parallel-size 4
+{BURST}--burst-head-parallel-size 4 --context-parallel-size 4 \
+--hierarchical-context-parallel-sizes 2 2
+    --burst-head-parallel-size 4 must divide the 2 ranks of a node that \
+--hierarchical-context-parallel-sizes 2 2 gives
+{BURST}--context-parallel-algo allgather --burst-head-parallel-size 2
+    --burst-head-parallel-size 2 has no effect under --context-parallel-algo allgather
+--burst-mla heads --burst-check nan --recompute-offload
+    --burst-mla heads, --recompute-offload True, --burst-check nan has no effect under \
+--context-parallel-algo megatron
+{BURST}--burst-ranks-per-node 0
+    --burst-ranks-per-node must be positive and finite, got 0
+{BURST}--hierarchical-context-parallel-sizes 2 2 2 --context-parallel-size 8
+    --hierarchical-context-parallel-sizes 2 2 2: a double ring takes two sizes
+{BURST}--hierarchical-context-parallel-sizes 2 2 --burst-ranks-per-node 2
+    say the same: drop one
+{BURST}--hierarchical-context-parallel-sizes 2 2 --burst-topology flat
+    2 2 needs a double ring: take --burst-topology double
+{BURST}--context-parallel-algo ring --hierarchical-context-parallel-sizes 2 2
+    2 2 needs a double ring: take --burst-topology double
+--burst-ranks-per-node 4
+    --burst-ranks-per-node 4 has no effect .* megatron; add --context-parallel-algo burst
+{BURST}--cp-comm-type p2p
+    --cp-comm-type p2p contradicts --context-parallel-algo burst; drop one
+{BURST}--cp-comm-type ring
+    --cp-comm-type ring contradicts
+{BURST}--cp-comm-type ring ulysses
+    --cp-comm-type ring ulysses contradicts
+{BURST}--cp-comm-type burst brust
+    own \\(p2p, all_gather, a2a, a2a\\+p2p\\), not brust
+{BURST}--cp-comm-type burst ulysses
+    burst ulysses: layers run burst, as .* says, or one of Megatron.s own .*, not ulysses
+--cp-comm-type burst
+    --cp-comm-type burst needs --context-parallel-algo burst
+{KEEP}
+    0.5 has no effect where Megatron does not recompute attention: add --recompute-gr
+{KEEP}--recompute-granularity selective --recompute-modules mlp
+    0.5 has no effect where Megatron does not recompute attention
+{KEEP}{FULL}--distribute-saved-activations
+    --distribute-saved-activations replaces: drop one of them
+{BURST}{FULL}--recompute-attention-fraction 1.5
+    within 0 and 1, got 1.5
+{BURST}--recompute-offload
+    --recompute-offload has no effect where Megatron recomputes no whole layers: add
+{BURST}--recompute-granularity selective --recompute-attention-fraction 1 --recompute-offload
+    --recompute-offload has no effect where Megatron recomputes no whole layers: add
+{FULL}--recompute-attention-fraction 0.5
+    --recompute-attention-fraction 0.5 has no effect under --context-parallel-algo meg
+{BURST}--context-parallel-size 4 --seq-length 40 --burst-layout segmented-zigzag
+    2 segments, each divisible by 2 x 4 ranks = 8, got 20 tokens
+{HYBRID}D-M-
+    D in the pattern D-M-: DeepSeek sparse .*: take [+] .* or drop --cont
+{HYBRID}'*-/D'
+    D in the pattern [*]-/D
+{HYBRID} '*-' {SEGMENTED} --sft --context-parallel-size 2
+    equal work: drop --burst-layout seg
+{BURST}{SEGMENTED} --context-parallel-size 2 --logits-save-dir F
+    not of --burst-layout seg
+{BURST}{SEGMENTED} --context-parallel-size 2 --logits-load-dir F
+    not of --burst-layout seg
+{HYBRID}'*-||*-/*-'
+    without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its
+{HYBRID}'*G' --tensor-model-parallel-size 2
+    G .* over 2 tensor-.*: add --sequence-parallel
+{GDN}--tensor-model-parallel-size 2
+    G .* over 2 tensor-.*: add --sequence-parallel
+{GDN}--mtp-num-layers 1
+    1: .* has no MTP beside gated_delta_net: take --hybrid-layer
+--lm-head-loss chunky
+    --lm-head-loss chunky is unknown; .*: megatron, chunked
+{CHUNKED}--lm-head-chunk-size 4 --lm-head-memory-mb 5
+    --lm-head-chunk-size 4 and --lm-head-memory-mb 5 both say how large a chunk is: drop
+{CHUNKED}--lm-head-chunk-size 0
+    --lm-head-chunk-size must be positive and finite, got 0
+{CHUNKED}--lm-head-memory-mb -1
+    --lm-head-memory-mb must be positive and finite, got -1
+--lm-head-memory-mb 512
+    --lm-head-memory-mb 512 has no effect under --lm-head-loss megatron; add --lm-head-lo
+{BURST}--lm-head-chunk-size 4
+    --lm-head-chunk-size 4 has no effect
+"""
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--context-parallel-algo brust", "--context-parallel-algo brust is unknown; .*: burst, r"),
-        (
-            BURST + "--burst-check nan --fp16",
-            "--burst-check nan: the dynamic loss scale of --fp16 makes Inf on purpose: add --loss",
-        ),
-        (
-            BURST + "--profile --use-pytorch-profiler --profile-step-end 4 --train-iters 3",
-            "--profile-step-end 4 is beyond --train-iters 3: a profiler that is not stopped",
-        ),
+        *itertools.batched(map(str.strip, WRONG_FLAGS.splitlines()), 2),
         *(
             (f"{ours} --{name}-parallel-size 0", f"--{name}-parallel-size must be positive and")
             for ours in (BURST + "--num-attention-heads 4", CHUNKED)
             for name in ("context", "tensor-model", "pipeline-model")
-        ),
-        (
-            BURST + "--distributed-timeout-minutes 0",
-            "--distributed-timeout-minutes must be positive and finite, got 0",
-        ),
-        (BURST + "--burst-backward best", "--burst-backward best is unknown; .*: auto, query, kv"),
-        (
-            BURST + "--context-parallel-algo ring --burst-backward query",
-            "--burst-backward query has no effect under --context-parallel-algo ring: drop it",
-        ),
-        (
-            BURST + "--context-parallel-algo ulysses --burst-grad-dtype model",
-            "--burst-grad-dtype model has no effect under --context-parallel-algo ulysses",
-        ),
-        (
-            BURST + "--context-parallel-algo ulysses --num-attention-heads 12 "
-            "--tensor-model-parallel-size 2 --context-parallel-size 4",
-            "6 query and 6 kv heads of a rank, after tensor parallelism, .* over 4 ranks",
-        ),
-        (
-            BURST + "--burst-head-parallel-size 4 --num-attention-heads 24 "
-            "--group-query-attention --num-query-groups 6 --context-parallel-size 4 "
-            "--tensor-model-parallel-size 2",
-            "12 query and 3 kv heads of a rank, after tensor parallelism, .* over 4 ranks",
-        ),
-        (
-            BURST + "--burst-head-chunks 4 --burst-head-parallel-size 2 --num-attention-heads 32 "
-            "--group-query-attention --num-query-groups 8 --context-parallel-size 4 "
-            "--tensor-model-parallel-size 2",
-            "--burst-head-chunks 4 does not divide the 2 kv heads of a rank",
-        ),
-        (
-            BURST + "--burst-head-parallel-size 3 --context-parallel-size 4",
-            "--burst-head-parallel-size 3 does not divide --context-parallel-size 4",
-        ),
-        (
-            BURST + "--burst-head-parallel-size 4 --context-parallel-size 4 "
-            "--hierarchical-context-parallel-sizes 2 2",
-            "--burst-head-parallel-size 4 must divide the 2 ranks of a node that "
-            "--hierarchical-context-parallel-sizes 2 2 gives",
-        ),
-        (
-            BURST + "--context-parallel-algo allgather --burst-head-parallel-size 2",
-            "--burst-head-parallel-size 2 has no effect under --context-parallel-algo allgather",
-        ),
-        (
-            "--burst-mla heads --burst-check nan --recompute-offload",
-            "--burst-mla heads, --recompute-offload True, --burst-check nan has no effect under "
-            "--context-parallel-algo megatron",
-        ),
-        (
-            BURST + "--burst-ranks-per-node 0",
-            "--burst-ranks-per-node must be positive and finite, got 0",
-        ),
-        (
-            BURST + "--hierarchical-context-parallel-sizes 2 2 2 --context-parallel-size 8",
-            "--hierarchical-context-parallel-sizes 2 2 2: a double ring takes two sizes",
-        ),
-        (
-            BURST + "--hierarchical-context-parallel-sizes 2 2 --burst-ranks-per-node 2",
-            "say the same: drop one",
-        ),
-        (
-            BURST + "--hierarchical-context-parallel-sizes 2 2 --burst-topology flat",
-            "2 2 needs a double ring: take --burst-topology double",
-        ),
-        (
-            BURST + "--context-parallel-algo ring --hierarchical-context-parallel-sizes 2 2",
-            "2 2 needs a double ring: take --burst-topology double",
-        ),
-        (
-            "--burst-ranks-per-node 4",
-            "--burst-ranks-per-node 4 has no effect .* megatron; add --context-parallel-algo burst",
         ),
         (
             BURST + "--burst-kernel flash9",
@@ -339,123 +364,27 @@ def test_what_runs(parser: argparse.ArgumentParser, line: str) -> None:
             BURST.replace("32", "36") + "--context-parallel-size 4",
             "2 x 4 ranks = 8, got 36 tokens; change --seq-length or --context-parallel-size",
         ),
-        (
-            BURST + "--cp-comm-type p2p",
-            "--cp-comm-type p2p contradicts --context-parallel-algo burst; drop one",
-        ),
-        (BURST + "--cp-comm-type ring", "--cp-comm-type ring contradicts"),
-        (BURST + "--cp-comm-type ring ulysses", "--cp-comm-type ring ulysses contradicts"),
-        (
-            BURST + "--cp-comm-type burst brust",
-            r"own \(p2p, all_gather, a2a, a2a\+p2p\), not brust",
-        ),
-        (
-            BURST + "--cp-comm-type burst ulysses",
-            "burst ulysses: layers run burst, as .* says, or one of Megatron.s own .*, not ulysses",
-        ),
-        (
-            "--burst-kernel cpu",
-            "--burst-kernel cpu has no effect .* megatron; add --context-parallel-algo burst",
-        ),
-        (
-            "--burst-kernel cpu --burst-backward kv",
-            "--burst-backward kv, --burst-kernel cpu has no effect",
-        ),
-        ("--cp-comm-type burst", "--cp-comm-type burst needs --context-parallel-algo burst"),
-        # Attention's results kept for the second pass of a checkpointed layer.
-        (KEEP, "0.5 has no effect where Megatron does not recompute attention: add --recompute-gr"),
-        (
-            KEEP + "--recompute-granularity selective --recompute-modules mlp",
-            "0.5 has no effect where Megatron does not recompute attention",
-        ),
-        (
-            KEEP + FULL + "--distribute-saved-activations",
-            "--distribute-saved-activations replaces: drop one of them",
-        ),
-        (BURST + FULL + "--recompute-attention-fraction 1.5", "within 0 and 1, got 1.5"),
-        (
-            BURST + "--recompute-offload",
-            "--recompute-offload has no effect where Megatron recomputes no whole layers: add",
-        ),
-        (
-            BURST + "--recompute-granularity selective --recompute-attention-fraction 1 "
-            "--recompute-offload",
-            "--recompute-offload has no effect where Megatron recomputes no whole layers: add",
-        ),
-        (
-            FULL + "--recompute-attention-fraction 0.5",
-            "--recompute-attention-fraction 0.5 has no effect under --context-parallel-algo meg",
-        ),
-        # Lengths are not floored, as TransformerEngine#1930 has it.
-        (
-            BURST + "--context-parallel-size 4 --seq-length 40 --burst-layout segmented-zigzag",
-            "2 segments, each divisible by 2 x 4 ranks = 8, got 20 tokens",
-        ),
-        # Layers of hybrid models.
-        (HYBRID + "D-M-", "D in the pattern D-M-: DeepSeek sparse .*: take [+] .* or drop --cont"),
-        (HYBRID + "'*-/D'", "D in the pattern [*]-/D"),
-        (
-            f"{HYBRID} '*-' {SEGMENTED} --sft --context-parallel-size 2",
-            "equal work: drop --burst-layout seg",
-        ),
-        *(
-            (f"{BURST}{SEGMENTED} --context-parallel-size 2 {flag} F", "not of --burst-layout seg")
-            for flag in ("--logits-save-dir", "--logits-load-dir")
-        ),
-        (HYBRID + "'*-||*-/*-'", r"without layers in the pattern [*]-[|][|][*]-/[*]-: .* drop its"),
-        (
-            HYBRID + "'*G' --tensor-model-parallel-size 2",
-            "G .* over 2 tensor-.*: add --sequence-parallel",
-        ),
-        # A GPT with gated delta nets.
-        (GDN + "--tensor-model-parallel-size 2", "G .* over 2 tensor-.*: add --sequence-parallel"),
-        (
-            GDN + "--mtp-num-layers 1",
-            "1: .* has no MTP beside gated_delta_net: take --hybrid-layer",
-        ),
         *(
             (f"{BURST}--window-size={size}", r"window_size = \(.*: .*pass --window-size")
             for size in ("128,128", "-2,0", "1")
         ),
-        # The LM head and its loss.
-        ("--lm-head-loss chunky", "--lm-head-loss chunky is unknown; .*: megatron, chunked"),
-        (
-            CHUNKED + "--lm-head-chunk-size 4 --lm-head-memory-mb 5",
-            "--lm-head-chunk-size 4 and --lm-head-memory-mb 5 both say how large a chunk is: drop",
-        ),
-        (
-            CHUNKED + "--lm-head-chunk-size 0",
-            "--lm-head-chunk-size must be positive and finite, got 0",
-        ),
-        (
-            CHUNKED + "--lm-head-memory-mb -1",
-            "--lm-head-memory-mb must be positive and finite, got -1",
-        ),
-        (
-            "--lm-head-memory-mb 512",
-            "--lm-head-memory-mb 512 has no effect under --lm-head-loss megatron; add --lm-head-lo",
-        ),
-        (BURST + "--lm-head-chunk-size 4", "--lm-head-chunk-size 4 has no effect"),
     ],
 )
-def test_what_our_flags_cannot_be_is_refused(
-    parser: argparse.ArgumentParser, line: str, message: str
-) -> None:
-    assert re.search(message, refusal(parser, line))
+def test_what_our_flags_cannot_be_is_refused(line: str, message: str) -> None:
+    assert re.search(message, refusal(line))
 
 
 MIXED = BURST + "--num-layers 3 --context-parallel-size 2 --cp-comm-type burst "
 
 
-def test_devs_local_layers_get_no_name(parser: argparse.ArgumentParser) -> None:
+def test_devs_local_layers_get_no_name() -> None:
     """They refuse every one but all_gather; without one ours runs the algorithm of the flag."""
     dev = {"fallback_to_eager_attn": False, "transformer_impl": "local"}
-    args = parse(parser, "--num-layers 2 --context-parallel-algo ring")
-    vars(args).update(dev)
+    args = parse("--num-layers 2 --context-parallel-algo ring", **dev)
     configure(args)
     assert args.cp_comm_type == [None]
     mixed = BURST + "--num-layers 2 --cp-comm-type burst p2p --spec my_spec layers"
-    assert "know all_gather alone: give no --cp-comm-type" in refusal(parser, mixed, **dev)
+    assert "know all_gather alone: give no --cp-comm-type" in refusal(mixed, **dev)
 
 
 def transformer_engine_is(monkeypatch: pytest.MonkeyPatch, found: object) -> None:
@@ -467,37 +396,37 @@ def transformer_engine_is(monkeypatch: pytest.MonkeyPatch, found: object) -> Non
 
 
 def test_megatrons_own_attention_beside_ours_has_limits(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     line = MIXED + "p2p burst "
     transformer_engine_is(monkeypatch, object())
-    configure(parse(parser, line))
+    configure(parse(line))
     for flag, value in (
         ("--burst-layout", " segmented-zigzag"),
         ("--burst-block-mask", f" {saved_mask(tmp_path, 8)}"),
         ("--dataloader-inter-document-masking", ""),
         ("--sft", ""),
     ):
-        text = refusal(parser, line + flag + value)
+        text = refusal(line + flag + value)
         assert re.search(rf"burst p2p burst cannot run this:\n  layers with p2p .*{flag}", text)
     transformer_engine_is(monkeypatch, None)
-    text = refusal(parser, line)
+    text = refusal(line)
     assert "layers with p2p need TransformerEngine, which is not installed: name burst" in text
-    configure(parse(parser, line + "--context-parallel-size 1"))
-    configure(parse(parser, line + "--spec my_spec layers"))  # whose classes may need nothing
+    configure(parse(line + "--context-parallel-size 1"))
+    configure(parse(line + "--spec my_spec layers"))  # whose classes may need nothing
 
 
 def test_megatrons_context_parallelism_says_that_it_needs_transformer_engine(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transformer_engine_is(monkeypatch, None)
-    text = refusal(parser, "--context-parallel-algo megatron --context-parallel-size 2")
+    text = refusal("--context-parallel-algo megatron --context-parallel-size 2")
     assert "--context-parallel-size 2 needs TransformerEngine" in text
     assert re.search(r"install transformer-engine\[pytorch\]==\d", text)
     assert "--context-parallel-algo burst" in text
-    configure(parse(parser, "--context-parallel-algo megatron"))  # one rank needs nothing
+    configure(parse("--context-parallel-algo megatron"))  # one rank needs nothing
     transformer_engine_is(monkeypatch, object())
-    args = parse(parser, "--context-parallel-size 2 --cp-comm-type a2a")
+    args = parse("--context-parallel-size 2 --cp-comm-type a2a")
     configure(args)
     assert args.cp_comm_type == ["a2a"]
 
@@ -511,31 +440,27 @@ def saved_mask(tmp_path: Path, blocks: int) -> str:
     return str(file)
 
 
-def test_a_block_mask_is_read_and_must_divide_the_sequence(
-    parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
-    configure(parse(parser, BURST + f"--burst-block-mask {saved_mask(tmp_path, 8)}"))
-    text = refusal(parser, BURST + f"--burst-block-mask {saved_mask(tmp_path, 7)}")
+def test_a_block_mask_is_read_and_must_divide_the_sequence(tmp_path: Path) -> None:
+    configure(parse(BURST + f"--burst-block-mask {saved_mask(tmp_path, 8)}"))
+    text = refusal(BURST + f"--burst-block-mask {saved_mask(tmp_path, 7)}")
     assert "32 tokens do not divide into the block mask's 7 blocks" in text
     assert "--seq-length or --burst-block-mask" in text
-    assert "cannot be read" in refusal(parser, BURST + f"--burst-block-mask {tmp_path}/no.npy")
-    text = refusal(parser, f"--burst-block-mask {saved_mask(tmp_path, 8)}")
+    assert "cannot be read" in refusal(BURST + f"--burst-block-mask {tmp_path}/no.npy")
+    text = refusal(f"--burst-block-mask {saved_mask(tmp_path, 8)}")
     assert "has no effect under --context-parallel-algo megatron" in text
 
 
-def test_samples_that_experts_could_not_tell_apart_are_refused(
-    parser: argparse.ArgumentParser,
-) -> None:
+def test_samples_that_experts_could_not_tell_apart_are_refused() -> None:
     line = BURST + "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss "
     line += "--micro-batch-size 2 "
     for flag in ("--dataloader-inter-document-masking ", "--sft "):
-        text = refusal(parser, line + flag + "--context-parallel-size 2")
+        text = refusal(line + flag + "--context-parallel-size 2")
         assert "over 2 ranks" in text and "pass --micro-batch-size 1 instead of 2" in text
         for passes in ("", "--context-parallel-size 2 --micro-batch-size 1"):
-            configure(parse(parser, line + flag + passes))
+            configure(parse(line + flag + passes))
     planned = line + "--dataloader-inter-document-masking --overlap-moe-expert-parallel-comm "
-    assert "one sequence in a schedule plan, which cannot tell" in refusal(parser, planned)
-    configure(parse(parser, planned + "--micro-batch-size 1"))
+    assert "one sequence in a schedule plan, which cannot tell" in refusal(planned)
+    configure(parse(planned + "--micro-batch-size 1"))
 
 
 @pytest.mark.parametrize(
@@ -551,16 +476,14 @@ def test_samples_that_experts_could_not_tell_apart_are_refused(
         ("--position-embedding-type rope", None),
     ],
 )
-def test_rotary_embeddings_that_cannot_follow_the_tokens(
-    parser: argparse.ArgumentParser, flags: str, message: str | None
-) -> None:
-    configure(parse(parser, BURST + flags))  # in zigzag, without documents
+def test_rotary_embeddings_that_cannot_follow_the_tokens(flags: str, message: str | None) -> None:
+    configure(parse(BURST + flags))  # in zigzag, without documents
     moved = {DOCUMENTS: "dataloader_inter_document_masking", SEGMENTED: SEGMENTED.strip()}
     for more, why in moved.items():
         if message is None:
-            configure(parse(parser, BURST + flags + more))
+            configure(parse(BURST + flags + more))
         else:
-            assert message.format(why) in refusal(parser, BURST + flags + more)
+            assert message.format(why) in refusal(BURST + flags + more)
 
 
 # What of Megatron our attention cannot honour.
@@ -615,10 +538,10 @@ def test_every_limit_has_its_refused_case() -> None:
 
 @pytest.mark.parametrize(("ours", "limit", "limits", "_"), LIMITED)
 def test_a_limit_names_something_of_megatron_and_its_working_values_pass(
-    parser: argparse.ArgumentParser, ours: str, limit: str, limits: dict[str, str], _: Any
+    ours: str, limit: str, limits: dict[str, str], _: Any
 ) -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    args = parse(parser, ours + "--cuda-graph-modules moe_router")
+    args = parse(ours + "--cuda-graph-modules moe_router")
     # Megatron-LM's own script sets the first after parsing; later Megatrons have the second.
     assert hasattr(args, limit) or limit in {*fields, "modelopt_enabled", "logit_dtype"}
     for value in WORKING.get(limit, OFF):
@@ -630,22 +553,16 @@ def test_a_limit_names_something_of_megatron_and_its_working_values_pass(
 
 @pytest.mark.parametrize(("ours", "limit", "limits", "case"), LIMITED)
 def test_what_a_limit_refuses_is_named_with_its_value_its_reason_and_the_flag(
-    parser: argparse.ArgumentParser,
-    ours: str,
-    limit: str,
-    limits: dict[str, str],
-    case: str | dict[str, Any],
+    ours: str, limit: str, limits: dict[str, str], case: str | dict[str, Any]
 ) -> None:
     line, settings = (case, {}) if isinstance(case, str) else ("", case)
-    text = refusal(parser, ours + line, **settings)
-    value = {**vars(parse(parser, line)), **settings}[limit]
+    text = refusal(ours + line, **settings)
+    value = getattr(parse(line, **settings), limit)
     what = " ".join(ours.split()[:2])
     value = getattr(value, "name", value)
     assert text == f"{what} cannot run this:\n  {limit} = {value}: {limits[limit]}"
     assert (line.split(maxsplit=1)[0] if line else limit) in limits[limit]
-    args = parse(parser, line)
-    vars(args).update(settings)
-    configure(args)  # Megatron's own has no such limit
+    configure(parse(line, **settings))  # Megatron's own has no such limit
 
 
 @pytest.mark.parametrize(
@@ -655,21 +572,17 @@ def test_what_a_limit_refuses_is_named_with_its_value_its_reason_and_the_flag(
         ("--mlp-chunks 2", MLP_LIMITS),
     ],
 )
-def test_latents_and_chunks_refuse_each_of_their_limits(
-    parser: argparse.ArgumentParser, ours: str, limits: dict[str, str]
-) -> None:
+def test_latents_and_chunks_refuse_each_of_their_limits(ours: str, limits: dict[str, str]) -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert limits.keys() <= {*fields, *vars(parse(parser))}
+    assert limits.keys() <= {*fields, *vars(parse())}
     assert {"te_precision_config_file", "quant_recipe"} <= limits.keys()  # FP8 without --fp8-format
     for name, reason in limits.items():
-        assert f"\n  {name} = 2: {reason}" in refusal(parser, ours, **{name: 2})
+        assert f"\n  {name} = 2: {reason}" in refusal(ours, **{name: 2})
 
 
 @pytest.mark.parametrize("flag", ["--recompute-granularity selective", "--recompute-activations"])
-def test_modules_that_chunks_recompute_are_refused(
-    parser: argparse.ArgumentParser, flag: str
-) -> None:
-    text = refusal(parser, f"--mlp-chunks 2 --recompute-modules mlp core_attn {flag}")
+def test_modules_that_chunks_recompute_are_refused(flag: str) -> None:
+    text = refusal(f"--mlp-chunks 2 --recompute-modules mlp core_attn {flag}")
     assert "--recompute-modules mlp: chunks recompute it: drop it there" in text
 
 
@@ -677,17 +590,13 @@ def test_modules_that_chunks_recompute_are_refused(
     ("ours", "what"),
     [("--mlp-chunks 2", "activations"), ("--mlp-chunks 2", "dgrads"), (LATENT, "dgrads")],
 )
-def test_files_that_would_hold_a_part_are_refused(
-    parser: argparse.ArgumentParser, ours: str, what: str
-) -> None:
-    text = refusal(parser, f"{ours} --save-{what}-interval 2")
+def test_files_that_would_hold_a_part_are_refused(ours: str, what: str) -> None:
+    text = refusal(f"{ours} --save-{what}-interval 2")
     assert re.search(f"Megatron would write those of .* alone: drop --save-{what}-interval", text)
 
 
-def test_what_the_script_has_set_since_is_refused_before_the_model_is_built(
-    parser: argparse.ArgumentParser,
-) -> None:
-    args = parse(parser, BURST)
+def test_what_the_script_has_set_since_is_refused_before_the_model_is_built() -> None:
+    args = parse(BURST)
     configure(args)
     model_config = SimpleNamespace(transformer_layer_spec=None, pre_wrap_hooks=[])
     build = attach._with_burst_spec(lambda args: model_config, BATCHES)
@@ -712,12 +621,12 @@ OURS = BURST, "--lm-head-loss chunked ", "--mlp-chunks auto "
     ],
 )
 def test_what_fails_in_megatron_beside_sharded_weights_is_refused(
-    parser: argparse.ArgumentParser, ours: str, flags: str, reason: str
+    ours: str, flags: str, reason: str
 ) -> None:
-    assert reason in refusal(parser, ours + flags)
-    configure(parse(parser, flags))  # Megatron's alone
+    assert reason in refusal(ours + flags)
+    configure(parse(flags))  # Megatron's alone
     for flag in flags.split():
-        configure(parse(parser, ours + flag))
+        configure(parse(ours + flag))
 
 
 BOTH = ["moe_router", "moe_preprocess", "mamba", "moe_router moe_preprocess mamba"]
@@ -726,21 +635,19 @@ GRAPHS_BESIDE_ATTENTION = {"local": BOTH, "transformer_engine": [*BOTH, "mlp", "
 
 @pytest.mark.parametrize("flag", ["--cuda-graph-modules", "--cuda-graph-scope"])
 @pytest.mark.parametrize("impl", GRAPHS_BESIDE_ATTENTION)
-def test_cuda_graphs_without_attention_run_and_others_are_refused(
-    parser: argparse.ArgumentParser, impl: str, flag: str
-) -> None:
+def test_cuda_graphs_without_attention_run_and_others_are_refused(impl: str, flag: str) -> None:
     line = f"{BURST} --cuda-graph-impl {impl} "
     for fine in GRAPHS_BESIDE_ATTENTION[impl]:
-        configure(parse(parser, f"{line} {flag} {fine}"))
+        configure(parse(f"{line} {flag} {fine}"))
     whole_layers = ["mlp", "moe", "moe_router mlp"] if impl == "local" else []
     for wrong in ["attn", "mamba attn", "full", "full_iteration", *whole_layers]:
-        text = refusal(parser, f"{line} {flag} {wrong}")
+        text = refusal(f"{line} {flag} {wrong}")
         assert f"cuda_graph_modules = {wrong}: a ring cannot be captured" in text
         named = ", ".join(BOTH[:3]) if impl == "local" else "mlp, moe, moe_router"
         assert f"with --cuda-graph-impl {impl} name some of {named}" in text
-    assert "cuda_graph_modules = none, the whole layer: " in refusal(parser, line)
+    assert "cuda_graph_modules = none, the whole layer: " in refusal(line)
     deprecated = {"local": "--enable-cuda-graph", "transformer_engine": "--external-cuda-graph"}
-    assert f"with --cuda-graph-impl {impl} name" in refusal(parser, BURST + deprecated[impl])
+    assert f"with --cuda-graph-impl {impl} name" in refusal(BURST + deprecated[impl])
 
 
 def captured_by_megatron(module: CudaGraphModule, impl: str) -> bool:
@@ -772,10 +679,10 @@ def captured_by_megatron(module: CudaGraphModule, impl: str) -> bool:
 
 @pytest.mark.parametrize("impl", GRAPHS_BESIDE_ATTENTION)
 def test_attention_is_in_megatrons_graphs_for_the_modules_that_are_refused(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, impl: str
+    monkeypatch: pytest.MonkeyPatch, impl: str
 ) -> None:
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs.CudaGraphManager", lambda c: "whole")
-    args = parse(parser, f"{BURST} --cuda-graph-impl {impl}")
+    args = parse(f"{BURST} --cuda-graph-impl {impl}")
     for module in CudaGraphModule:
         args.cuda_graph_modules = [module]
         assert captured_by_megatron(module, impl) == bool(refusals(args)), module
@@ -794,7 +701,6 @@ def test_attention_is_in_megatrons_graphs_for_the_modules_that_are_refused(
     ],
 )
 def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
-    parser: argparse.ArgumentParser,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     line: str,
@@ -803,7 +709,7 @@ def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("megatron_burst"), "propagate", True)
     caplog.set_level(logging.INFO, "megatron_burst")
-    args = parse(parser, line)
+    args = parse(line)
     configure(args)
     assert (args.attention_dropout, args.hidden_dropout) == dropouts
     report_dropouts(args)
@@ -814,11 +720,9 @@ def test_dropouts_that_are_not_given_are_0_with_our_attention_and_said(
     ]
 
 
-def test_attention_dropout_of_a_checkpoint_is_left_out_its_hidden_dropout_kept(
-    parser: argparse.ArgumentParser,
-) -> None:
+def test_attention_dropout_of_a_checkpoint_is_left_out_its_hidden_dropout_kept() -> None:
     """Megatron takes both from it, whatever the flags say."""
-    args = parse(parser, BURST + "--use-checkpoint-args")
+    args = parse(BURST + "--use-checkpoint-args")
     configure(args)
     args.rank, args.attention_dropout, args.hidden_dropout = 1, 0.1, 0.2
     seen = []
@@ -843,11 +747,9 @@ class Script(torch.nn.Module):
 
 
 @pytest.mark.parametrize("flag", ["--dataloader-inter-document-masking", "--sft"])
-def test_a_script_that_leaves_documents_out_is_told_so(
-    parser: argparse.ArgumentParser, flag: str
-) -> None:
+def test_a_script_that_leaves_documents_out_is_told_so(flag: str) -> None:
     """As upstream's pretrain_gpt.py does where it asks for a plan."""
-    args, model = parse(parser, BURST + flag), Script()
+    args, model = parse(BURST + flag), Script()
     configure(args)
     for hook in attach._parts(args, BATCHES)[1]:
         if getattr(hook, "func", None) is documents_must_come:
@@ -859,20 +761,17 @@ def test_a_script_that_leaves_documents_out_is_told_so(
     model.train()(packed_seq_params=object())
 
 
-def test_all_reasons_come_at_once(parser: argparse.ArgumentParser) -> None:
+def test_all_reasons_come_at_once() -> None:
     text = refusal(
-        parser, BURST + "--reset-attention-mask --log-max-attention-logit --attention-backend local"
+        BURST + "--reset-attention-mask --log-max-attention-logit --attention-backend local"
     )
     named = re.findall(r"^  (\w+) = ", text, re.MULTILINE)
     assert named == ["reset_attention_mask", "log_max_attention_logit", "attention_backend"]
 
 
 @pytest.mark.parametrize("backend", sorted(AttnBackend.__members__))
-def test_a_choice_among_megatrons_kernels_is_refused(
-    parser: argparse.ArgumentParser, backend: str
-) -> None:
-    args = parse(parser, BURST + f"--attention-backend {backend}")
-    reasons = refusals(args)
+def test_a_choice_among_megatrons_kernels_is_refused(backend: str) -> None:
+    reasons = refusals(parse(BURST + f"--attention-backend {backend}"))
     assert len(reasons) == (backend != "auto")
     assert all("drop --attention-backend" in reason for reason in reasons)
 
@@ -880,31 +779,29 @@ def test_a_choice_among_megatrons_kernels_is_refused(
 # The LM head and its loss.
 
 
-def test_the_flags_become_the_settings_of_the_lm_head(parser: argparse.ArgumentParser) -> None:
-    assert lm_head_config_from_args(parse(parser)) is None
-    assert lm_head_config_from_args(parse(parser, "--lm-head-loss megatron")) is None
+def test_the_flags_become_the_settings_of_the_lm_head() -> None:
+    assert lm_head_config_from_args(parse()) is None
+    assert lm_head_config_from_args(parse("--lm-head-loss megatron")) is None
     for line, expected in (
         (CHUNKED, LmHeadConfig(loss=LmHeadLoss.CHUNKED)),
         (CHUNKED + "--lm-head-chunk-size 7", LmHeadConfig(loss="chunked", chunk_size=7)),
         (CHUNKED + "--lm-head-memory-mb 64", LmHeadConfig(loss="chunked", memory_mb=64)),
     ):
-        assert lm_head_config_from_args(parse(parser, line)) == expected
+        assert lm_head_config_from_args(parse(line)) == expected
 
 
 @pytest.mark.parametrize("documents", ["--dataloader-inter-document-masking", "--sft"])
-def test_mtp_on_documents_in_chunks_needs_our_attention(
-    parser: argparse.ArgumentParser, documents: str
-) -> None:
+def test_mtp_on_documents_in_chunks_needs_our_attention(documents: str) -> None:
     """That is known from the command line, whose user has no hooks to append."""
     line = f"{CHUNKED}--mtp-num-layers 2 {documents} "
     with pytest.raises(ValueError, match="take --context-parallel-algo burst, or drop one of them"):
-        lm_head_config_from_args(parse(parser, line + "--context-parallel-size 2"))
+        lm_head_config_from_args(parse(line + "--context-parallel-size 2"))
     for fine in ("", "--context-parallel-size 2 --context-parallel-algo burst"):
-        assert lm_head_config_from_args(parse(parser, line + fine)) is not None
+        assert lm_head_config_from_args(parse(line + fine)) is not None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mtp_over_ranks_mixes_no_hidden_states(parser: argparse.ArgumentParser, ranks: int) -> None:
-    args = parse(parser, f"{BURST}--mtp-num-layers 2 --context-parallel-size {ranks}")
-    args.mtp_hsm = True  # a flag of Megatron's main
-    assert ("drop --mtp-hsm" in "".join(refusals(args))) == (ranks == 2)
+def test_mtp_over_ranks_mixes_no_hidden_states(ranks: int) -> None:
+    line = f"{BURST}--mtp-num-layers 2 --context-parallel-size {ranks}"
+    found = refusals(parse(line, mtp_hsm=True))  # a flag of Megatron's main
+    assert ("drop --mtp-hsm" in "".join(found)) == (ranks == 2)

@@ -1,8 +1,29 @@
 """What several tools' tests share."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
+from megatron_burst.tools.command import main
 from tests.training.preloaded import once_a_class
+
+type Printed = Callable[..., str]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
+    """Runs a command line of `megatron-burst` and returns its output; of one that fails, errors."""
+
+    def of(words: str | Sequence[str], status: int = 0) -> str:
+        try:
+            found = main(words.split() if isinstance(words, str) else [*words])
+        except SystemExit as end:
+            found = end.code
+        shown = capsys.readouterr()
+        assert found == status, shown
+        return shown.err if status else shown.out
+
+    return of
 
 
 @pytest.fixture

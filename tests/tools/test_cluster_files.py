@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.tools.command import main
 from megatron_burst.tools.plan.configs import Configs
+from tests.tools.conftest import Printed
 
 WHOLE = """
 base = "h100"
@@ -17,10 +17,9 @@ within_us = 0
 ASKED = "--model llama3_8b --gpus 8 --seq-length 65536 --fractions 1".split()
 
 
-def refusal(file: Path, text: str | bytes, capsys: pytest.CaptureFixture[str]) -> str:
+def refusal(file: Path, text: str | bytes, printed: Printed) -> str:
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["plan", "--cluster", str(file), *ASKED]) == 1
-    said = capsys.readouterr().err
+    said = printed(["plan", "--cluster", str(file), *ASKED], 1)
     assert said.startswith("megatron-burst plan: ") and said.count("\n") == 1, said
     return said
 
@@ -54,30 +53,24 @@ def refusal(file: Path, text: str | bytes, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_what_cannot_be_meant_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+    tmp_path: Path, printed: Printed, old: str, new: str, message: str
 ) -> None:
     file, whole = tmp_path / "mine.toml", f"[mine]{WHOLE}"
     file.write_text(whole)
     assert Configs.read().cluster(str(file)).nic_rate == 25e9
     assert whole.count(old)
-    assert message in refusal(file, whole.replace(old, new, 1), capsys)
+    assert message in refusal(file, whole.replace(old, new, 1), printed)
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b"a = " + b"[" * 100_000, b"\0", b"x"])
-def test_what_is_no_toml_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes
-) -> None:
+def test_what_is_no_toml_is_named(tmp_path: Path, printed: Printed, text: bytes) -> None:
     file = tmp_path / "mine.toml"
-    assert f"{file} is no TOML: " in refusal(file, text, capsys)
+    assert f"{file} is no TOML: " in refusal(file, text, printed)
 
 
 @pytest.mark.parametrize("flag", ["--nic-gb-s", "--forward-tflops", "--plot"])
-def test_a_flag_that_is_no_more_says_what_to_do(
-    capsys: pytest.CaptureFixture[str], flag: str
-) -> None:
+def test_a_flag_that_is_no_more_says_what_to_do(printed: Printed, flag: str) -> None:
     for value in ("1", ""):
-        with pytest.raises(SystemExit):
-            main(["plan", "--cluster", "h100", *ASKED, flag, *filter(None, [value])])
-        said = capsys.readouterr().err
+        said = printed(["plan", "--cluster", "h100", *ASKED, flag, *filter(None, [value])], 2)
         assert flag in said and ": there is no such flag any more: " in said
         assert ("a file for --cluster" in said) == (flag != "--plot")

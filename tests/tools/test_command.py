@@ -14,13 +14,13 @@ from megatron_burst.tools import command, options
 from megatron_burst.tools.arguments import verify
 from megatron_burst.tools.command import VERBS, main
 from megatron_burst.tools.verify import masks
+from tests.tools.conftest import Printed
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_help_shows_examples_first_and_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    said = capsys.readouterr().out
+def test_help_shows_examples_first_and_every_verb(printed: Printed) -> None:
+    said = printed("--help")
     assert said.startswith("examples:\n  megatron-burst ")
     for name, (_, about) in VERBS.items():
         assert f"  {name}" in said and about in said
@@ -57,11 +57,10 @@ def test_what_is_no_verb_or_no_text_is_refused(
     ],
 )
 def test_a_flag_in_the_wrong_place_is_shown_its_own(
-    capsys: pytest.CaptureFixture[str], words: str, said: str
+    printed: Printed, words: str, said: str
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--model", "7b", *words.split()])
-    assert f"error: unrecognized arguments: {words}; {said}\n" in capsys.readouterr().err
+    found = printed(f"plan --model 7b {words}", 2)
+    assert f"error: unrecognized arguments: {words}; {said}\n" in found
 
 
 @pytest.mark.parametrize(
@@ -73,11 +72,9 @@ def test_a_flag_in_the_wrong_place_is_shown_its_own(
     ],
 )
 def test_words_that_cannot_be_meant_are_refused_at_once(
-    capsys: pytest.CaptureFixture[str], words: str, said: str
+    printed: Printed, words: str, said: str
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(words.split())
-    assert said in capsys.readouterr().err
+    assert said in printed(words, 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 256])
@@ -149,18 +146,16 @@ def test_the_kernels_that_verify_offers_are_all() -> None:
 
 
 def test_a_missing_package_is_named_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     verb_that(monkeypatch, ModuleNotFoundError(name="megatron.core"))
-    assert main(["compare"]) == 1
-    assert capsys.readouterr().err == (
+    assert printed("compare", 1) == (
         "megatron-burst compare: megatron is not installed: pip install 'megatron-core==0.19.*', "
         "or all that this needs: megatron-burst[train]\n"
     )
     monkeypatch.setitem(sys.modules, "megatron_burst.tools.terminal", None)
     verb_that(monkeypatch, ModuleNotFoundError(name="rich"))
-    assert main(["plan"]) == 1
-    assert "plan: rich is not installed: pip install rich, or" in capsys.readouterr().err
+    assert "plan: rich is not installed: pip install rich, or" in printed("plan", 1)
     verb_that(monkeypatch, ModuleNotFoundError(name="megatron_burst.tools.none"))
     with pytest.raises(ModuleNotFoundError):  # our own fault
         main(["compare"])
@@ -168,11 +163,10 @@ def test_a_missing_package_is_named_with_what_to_install(
 
 @pytest.mark.parametrize("error", [ValueError("P is 3"), OSError("P is 3")])
 def test_wrong_input_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+    monkeypatch: pytest.MonkeyPatch, printed: Printed, error: Exception
 ) -> None:
     verb_that(monkeypatch, error)
-    assert main(["plan"]) == 1
-    assert capsys.readouterr().err == "megatron-burst plan: P is 3\n"
+    assert printed("plan", 1) == "megatron-burst plan: P is 3\n"
 
 
 def test_help_of_a_verb_begins_with_its_examples_and_a_count_is_positive(

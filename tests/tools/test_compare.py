@@ -30,6 +30,7 @@ from megatron_burst.tools.flags import DOCUMENTS, Heads
 from megatron_burst.tools.launch.processes import Signals
 from megatron_burst.tools.runlog import read_scalars
 from megatron_burst.transport import lock
+from tests.tools.conftest import Printed
 from tests.training.launcher import run_job
 
 FLAGS = ("--seq-length", "64", "--num-attention-heads", "4", "--global-batch-size", "2")
@@ -138,18 +139,14 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
     ],
 )
 def test_wrong_input_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str
+    printed: Printed, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    assert tool.main(["compare", "--output", str(tmp_path), *arguments]) == 1
-    assert message in capsys.readouterr().err
+    assert message in printed(["compare", "--output", str(tmp_path), *arguments], 1)
 
 
-def test_a_named_run_brings_its_flags_and_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--run", "toy", "--variants", "burst", "--output", str(tmp_path), "--dry-run"]
-    assert compare.main([*words, "--", "--train-iters", "5"]) == 0
-    shown = capsys.readouterr().out
+def test_a_named_run_brings_its_flags_and_ranks(tmp_path: Path, printed: Printed) -> None:
+    words = f"compare --run toy --variants burst --output {tmp_path} --dry-run"
+    shown = printed(f"{words} -- --train-iters 5")
     (command,) = (line for line in shown.splitlines() if "pretrain" in line)
     assert "--nproc-per-node 4 " in command and "--seq-length 2048 " in command
     assert "--hybrid-layer-pattern '*-*-'" in command and "--num-layers" not in command
@@ -157,23 +154,22 @@ def test_a_named_run_brings_its_flags_and_ranks(
 
 
 def test_a_dry_run_of_the_toy_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.setenv("MEGATRON_BURST_CPU", "1")
-    words = ["--toy", "--input", __file__, "--output", str(tmp_path / "out"), "--dry-run"]
-    assert compare.main(words) == 0
-    assert f"--data-path {tmp_path}/out/corpus/corpus " in capsys.readouterr().out
+    words = f"compare --toy --input {__file__} --output {tmp_path}/out --dry-run"
+    assert f"--data-path {tmp_path}/out/corpus/corpus " in printed(words)
     assert not list(tmp_path.iterdir())
 
 
 def test_flags_of_documents_are_those_of_the_variants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.setenv("MEGATRON_BURST_CPU", "1")
-    words = ["--ranks", "4", "--variants", "CP=1*,burst", "--output", str(tmp_path), "--dry-run"]
+    words = f"compare --ranks 4 --variants CP=1*,burst --output {tmp_path} --dry-run --".split()
     dense = "--no-create-attention-mask-in-dataloader"
-    assert compare.main([*words, "--", *FLAGS, DOCUMENTS, dense]) == 0
-    megatrons, *ours = (line for line in capsys.readouterr().out.splitlines() if "pretrain" in line)
+    said = printed([*words, *FLAGS, DOCUMENTS, dense]).splitlines()
+    megatrons, *ours = (line for line in said if "pretrain" in line)
     assert DOCUMENTS not in megatrons and dense not in megatrons, "it needs the dense mask"
     assert [line.count(DOCUMENTS) for line in ours] == [1, 1]
 
@@ -395,19 +391,15 @@ def test_a_toy_whose_losses_agree_but_do_not_fall_is_a_fault(
 
 
 def test_the_dry_run_and_the_report_say_what_was_dropped(
-    trainings: Trainings,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    trainings: Trainings, tmp_path: Path, printed: Printed
 ) -> None:
     names = "CP=1 megatron,burst,ulysses"
-    words = ["--run", "toy", "--output", str(tmp_path), "--variants", names]
+    words = ["compare", "--run", "toy", "--output", str(tmp_path), "--variants", names]
     given = ["--", "--burst-memory-mb", "64", "--burst-grad-dtype", "model"]
-    assert compare.main([*words, "--dry-run", *given]) == 0
-    shown = capsys.readouterr().out
+    shown = printed([*words, "--dry-run", *given])
     title = "# CP=1 megatron, without --burst-memory-mb, --burst-grad-dtype\n"
     assert title in shown and "# burst\n" in shown and "# burst heads 2\n" in shown
-    assert compare.main([*words, *given]) == 0
-    assert "CP=1 megatron, without --burst-memory-mb, --burst-" in capsys.readouterr().out
+    assert "CP=1 megatron, without --burst-memory-mb, --burst-" in printed([*words, *given])
     rows = json.loads((tmp_path / "compare.json").read_text())["results"]
     dropped = {row["name"]: row["dropped"] for row in rows if row["dropped"]}
     assert dropped.keys() == {"CP=1 megatron", "ulysses"}
@@ -417,15 +409,12 @@ def test_the_dry_run_and_the_report_say_what_was_dropped(
 
 
 def test_ranks_that_have_no_gpu_are_refused_before_any_starts(
-    trainings: Trainings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trainings: Trainings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.setattr(compare, "gpus", lambda: 2)
     words = ["compare", "--run", "toy", "--output", str(tmp_path), "--variants"]
-    assert tool.main([*words, "CP=1 burst,burst"]) == 1
-    assert "burst starts 4 ranks here, and this machine has 2 GPUs" in capsys.readouterr().err
+    said = printed([*words, "CP=1 burst,burst"], 1)
+    assert "burst starts 4 ranks here, and this machine has 2 GPUs" in said
     assert not trainings.started
     assert tool.main([*words, "CP=1 burst,burst", "--launcher", "srun x"]) == 0
     assert tool.main([*words, "CP=1 burst"]) == 0 and trainings.started == ["cp-1-burst", "burst"]

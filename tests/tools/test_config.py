@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.tools import flags as flags_
-from megatron_burst.tools.command import main
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import memory, screen, step
 from megatron_burst.tools.plan.configs import Configs, Run
@@ -16,6 +15,8 @@ from megatron_burst.tools.plan.workload import Workload
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 from rows import rows_of  # noqa: E402
+
+from tests.tools.conftest import Printed
 
 CONFIGS = Configs.read()
 NAMES = [name for name in CONFIGS.tables if not name.startswith("_")]
@@ -163,28 +164,25 @@ def test_a_run_is_a_hybrid_model_of_as_many_layers() -> None:
     assert normed["qk-layernorm"] and normed["hybrid-layer-pattern"] == 36 * "*-"
 
 
-def test_the_command_names_models_clusters_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    def printed(*words: str) -> list[str]:
-        assert main(["plan", "--list", *words]) == 0
-        return capsys.readouterr().out.split()
+def test_the_command_names_models_clusters_and_runs(printed: Printed) -> None:
+    def listed(words: str = "") -> list[str]:
+        return printed(f"plan --list {words}").split()
 
-    assert printed("heads-*") == ["runs:", "heads-1x16", "heads-2x8", "heads-4x4"]
-    assert printed("toy") == ["models:", "toy", "runs:", "toy"]
-    assert printed("[hg]b*00") == ["clusters:", "gb200"]
-    assert {"models:", "llama3_8b", "toy", "h100"} < {*printed()} and "_gpu" not in printed()
-    assert json.loads("".join(printed("toy", "--json"))) == {"models": ["toy"], "runs": ["toy"]}
+    assert listed("heads-*") == ["runs:", "heads-1x16", "heads-2x8", "heads-4x4"]
+    assert listed("toy") == ["models:", "toy", "runs:", "toy"]
+    assert listed("[hg]b*00") == ["clusters:", "gb200"]
+    assert {"models:", "llama3_8b", "toy", "h100"} < {*listed()} and "_gpu" not in listed()
+    assert json.loads("".join(listed("toy --json"))) == {"models": ["toy"], "runs": ["toy"]}
     for words, message in (
         ("--run 14b", "there is no run 14b; there are: 7b_2m_32gpu_a800, "),
         ("--run _gpu", "there is no run _gpu"),
         ("--list nosuch-*", "no model, cluster or run of configs/ matches nosuch-*"),
     ):
-        assert main(["plan", *words.split()]) == 1
-        assert message in capsys.readouterr().err
+        assert message in printed(["plan", *words.split()], 1)
 
 
-def test_a_run_shows_its_ranking(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--run", "toy", "--top", "1"]) == 0
-    said = capsys.readouterr().out
+def test_a_run_shows_its_ranking(printed: Printed) -> None:
+    said = printed(["plan", "--run", "toy", "--top", "1"])
     assert (
         "4 GPUs of cpu (1 x 4)" in said
         and "all rows: TP 1, CP 4, DP 1" in said

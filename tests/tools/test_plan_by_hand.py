@@ -14,6 +14,7 @@ import pytest
 
 from megatron_burst.tools.command import main
 from megatron_burst.tools.plan.configs import Configs
+from tests.tools.conftest import Printed
 
 GIB, MIB, K = 2**30, 2**20, 1024
 
@@ -114,14 +115,13 @@ MESSAGES = {
 }
 
 
-def planned(name: str, capsys: pytest.CaptureFixture[str], more: str = "") -> dict[str, Any]:
+def planned(name: str, printed: Printed, more: str = "") -> dict[str, Any]:
     _, cluster, gpus, tensor, context, pipeline, expert, tokens = SETTINGS[name]
     asked = f"plan --model {name.split()[0]} --cluster {cluster} --gpus {gpus} --fractions 1"
     asked += f" --seq-length {tokens} --json -- --context-parallel-size {context}"
     asked += f" --tensor-model-parallel-size {tensor} --expert-model-parallel-size {expert}"
     asked += f" --pipeline-model-parallel-size {pipeline}" + " --sequence-parallel" * (tensor > 1)
-    assert main([*asked.split(), *more.split()]) == 0
-    first: dict[str, Any] = json.loads(capsys.readouterr().out)[0]
+    first: dict[str, Any] = json.loads(printed(f"{asked} {more}"))[0]
     return first
 
 
@@ -156,12 +156,10 @@ def memory(name: str) -> dict[str, float]:
     }
 
 
-def test_an_activation_that_nothing_compiles_leaves_more_alive(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_activation_that_nothing_compiles_leaves_more_alive(printed: Printed) -> None:
     """Twice the width of a SwiGLU, once more what its product made: 2 bytes each."""
     model, _, _, _, context, _, _, tokens = SETTINGS["llama3_8b 128k"]
-    rows = [planned("llama3_8b 128k", capsys, more) for more in ("", "--no-bias-swiglu-fusion")]
+    rows = [planned("llama3_8b 128k", printed, more) for more in ("", "--no-bias-swiglu-fusion")]
     usual, eager = (row["memory_parts"]["layer"] for row in rows)
     assert eager - usual == 2 * 2 * model.ffn * tokens // context
 
@@ -263,13 +261,13 @@ def computing(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_first_row_is_that_by_hand(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_row_is_that_by_hand(name: str, printed: Printed) -> None:
     """Each rank has owned numbers' gradients scattered and weights gathered, 4 bytes of each.
 
     A ring waits up to 5 % of a step for who has most to do, which is not reckoned here.
     """
     model, cluster, gpus, tensor, context, pipeline, _, _ = SETTINGS[name]
-    machine, row = Configs.read().cluster(cluster), planned(name, capsys)
+    machine, row = Configs.read().cluster(cluster), planned(name, printed)
     for part, gib in memory(name).items():
         assert row["memory_parts"][part] / GIB == pytest.approx(gib, rel=0.1), part
     seconds = row["bounds"]["computing"] * row["seconds_a_step"]
@@ -291,14 +289,12 @@ def test_the_first_row_is_that_by_hand(name: str, capsys: pytest.CaptureFixture[
     assert all_of_it == pytest.approx(step, rel=0.1)
 
 
-def test_the_optimizer_in_the_hosts_memory_is_that_by_hand(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_optimizer_in_the_hosts_memory_is_that_by_hand(printed: Printed) -> None:
     """Llama-3 8B on 8 GPUs: each owns 1.004e9 numbers, of which gradients leave and weights come.
 
     4 bytes at 50 GB/s take 0.080 s; updates, 0.158 s for 1e9 (configs/published.toml), 1.27 s.
     """
-    row = planned("llama3_8b 64k", capsys, "--optimizer-cpu-offload")
+    row = planned("llama3_8b 64k", printed, "--optimizer-cpu-offload")
     host = row["bounds"]["host"] * row["seconds_a_step"]
     assert host == pytest.approx(4 * 8.03e9 / 8 / 50e9 + 0.158 * 8.03, rel=0.02)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_burst.tools.command import main
 from megatron_burst.tools.flags import arguments
 from megatron_burst.tools.plan import ladder, memory, savings, step
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
 from tests.tier import one_in, slow_if
+from tests.tools.conftest import Printed
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "scripts" / "docs"), str(ROOT / "scripts" / "bench")]
@@ -140,22 +140,21 @@ def test_a_rank_alone_is_within_5_per_cent_of_the_count() -> None:
     assert found.inputs + found.layer == pytest.approx(measure(step).peak, rel=0.05)
 
 
-def test_the_table_is_read_on_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("plan --model llama3_8b --cluster h100 --gpus 8 --ladder".split()) == 0
-    table, _, command = capsys.readouterr().out.partition(" on every node:\n")
+def test_the_table_is_read_on_100_columns(printed: Printed) -> None:
+    text = printed("plan --model llama3_8b --cluster h100 --gpus 8 --ladder")
+    table, _, command = text.partition(" on every node:\n")
     assert max(map(len, table.splitlines())) <= 100
     assert "weights sharded (Megatron-FSDP)" in table and "1048576 tokens" in table
     assert command.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun ")
     assert "--use-megatron-fsdp" in command
-    assert main("plan --model 70b --cluster h100 --gpus 1 --ladder".split()) == 1
-    assert "no sequence fits on 1 GPUs" in capsys.readouterr().err
+    said = printed("plan --model 70b --cluster h100 --gpus 1 --ladder", 1)
+    assert "no sequence fits on 1 GPUs" in said
 
 
-def test_megatron_accepts_the_commands(detached: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatron_accepts_the_commands(detached: None, printed: Printed) -> None:
     """Megatron-FSDP refuses the setting that context parallelism without it asks for."""
     pytest.importorskip("megatron.training")
-    assert main("plan --model llama3_8b --cluster h100 --gpus 8 --ladder --json".split()) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(printed("plan --model llama3_8b --cluster h100 --gpus 8 --ladder --json"))
     page = (ROOT / "docs" / "million.md").read_text()
     block = page.partition("```bash\n")[2].partition("```")[0]
     assert sorted(shlex.split(block.replace("\\\n", ""))) == sorted(
@@ -164,9 +163,8 @@ def test_megatron_accepts_the_commands(detached: None, capsys: pytest.CaptureFix
     for row in rows[-2:]:
         words = shlex.split(row["command"])
         assert (words[0] == "CUDA_DEVICE_MAX_CONNECTIONS=1") != ("--use-megatron-fsdp" in words)
-        status = main(["doctor", "--gpus-per-node", "8", "--cluster", "h100", "--", *words])
-        said = capsys.readouterr().out
-        assert status == 0 and "memory:" not in said, said
+        said = printed([*"doctor --gpus-per-node 8 --cluster h100 --".split(), *words])
+        assert "memory:" not in said, said
 
 
 @pytest.mark.parametrize(
@@ -230,9 +228,7 @@ def test_the_page_says_what_the_planner_counts() -> None:
     assert filled(page, million.parts()) == page
 
 
-def test_doctor_names_the_saving_that_is_missing(
-    detached: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_names_the_saving_that_is_missing(detached: None, printed: Printed) -> None:
     pytest.importorskip("megatron.training")
 
     sizes = {"lm_head_memory_mb": False, "context_parallel_size": 8, "global_batch_size": 1}
@@ -241,9 +237,8 @@ def test_doctor_names_the_saving_that_is_missing(
     def said(*without: str) -> str:
         flags = {name: value for name, value in longest.items() if name not in without}
         words = arguments(ladder.sized(flags, 4 * 2**20))
-        asked = "doctor --gpus-per-node 8 --cluster h100 -- -m megatron_burst.pretrain".split()
-        assert main([*asked[:-2], "python", *asked[-2:], *words]) == 0
-        return capsys.readouterr().out
+        asked = "doctor --gpus-per-node 8 --cluster h100 -- python -m megatron_burst.pretrain"
+        return printed([*asked.split(), *words])
 
     assert "memory:" not in said()
     found = said("mlp-chunks")

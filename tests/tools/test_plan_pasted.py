@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_burst.tools.arguments.plan import parser
-from megatron_burst.tools.command import main
 from megatron_burst.tools.plan import answer, pasted
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.pasted import Pasted, as_it_stands
 from megatron_burst.tools.plan.ranking import Candidate
+from tests.tools.conftest import Printed
 
 CONFIGS = Configs.read()
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -95,10 +95,9 @@ def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     ],
 )
 def test_a_command_that_cannot_be_read_is_refused(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, printed: Printed
 ) -> None:
-    assert main(["plan", *words.split()]) == 1
-    assert message in capsys.readouterr().err
+    assert message in printed(f"plan {words}", 1)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +133,9 @@ def test_attention_that_is_not_one_known_way_is_not_predicted(named: object) -> 
         as_it_stands({"cp-comm-type": named})
 
 
-def test_a_whole_command_has_three_answers(
-    megatron: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_command_has_three_answers(megatron: None, printed: Printed) -> None:
     fused = f"{WHOLE} --cross-entropy-loss-fusion"
-    assert main(["plan", "--cluster", "h100", "--", *fused.split()]) == 0
-    text = capsys.readouterr().out
+    text = printed(f"plan --cluster h100 -- {fused}")
     assert max(map(len, text.splitlines())) <= 100
     lines = text.splitlines()
     assert lines[0].startswith("64 GPUs of h100 (8 x 8), 131072 (128k) tokens, global batch 8")
@@ -155,12 +151,9 @@ def test_a_whole_command_has_three_answers(
     assert "what then stops it" not in text
 
 
-def test_the_answer_is_one_object_in_json(
-    megatron: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_is_one_object_in_json(megatron: None, printed: Printed) -> None:
     tight = f"{WHOLE} --seq-length 524288 --max-position-embeddings 524288"
-    assert main(["plan", "--cluster", "h100", "--json", "--", *tight.split()]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(f"plan --cluster h100 --json -- {tight}"))
     stands, ours = found["as_it_stands"], found["with_our_flags"]
     assert (stands["fits"], ours["fits"]) == (False, True)
     assert stands["cp_comm_type"] == "p2p" and stands["command"] == tight
@@ -191,9 +184,7 @@ def test_attention_is_kept_where_that_fits_and_is_faster(megatron: None) -> None
         assert found.kept is None and "attention kept" not in "\n".join(found.lines()), words
 
 
-def test_a_command_of_ours_stays_as_it_is(
-    megatron: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_ours_stays_as_it_is(megatron: None) -> None:
     ours = "--context-parallel-algo burst --lm-head-loss chunked"
     asked = read(f"{TORCHRUN} -m megatron_burst.pretrain_gpt {MODEL} {ours}")
     found = answer.answer(asked)
@@ -203,15 +194,11 @@ def test_a_command_of_ours_stays_as_it_is(
     assert "with our flags a step is as fast, a GPU holds 0.0 GiB less" in text
 
 
-def test_what_cannot_be_predicted_or_run_says_why(
-    megatron: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"--cluster h100 -- {WHOLE} --reset-attention-mask".split()
-    assert main(["plan", *words]) == 0
-    text = capsys.readouterr().out
+def test_what_cannot_be_predicted_or_run_says_why(megatron: None, printed: Printed) -> None:
+    words = f"plan --cluster h100 -- {WHOLE} --reset-attention-mask"
+    text = printed(words)
     assert "what then stops it, by the doctor:\n  error    validation: " in text
-    assert main(["plan", *words, "--fp16"]) == 0
-    text = capsys.readouterr().out
+    text = printed(f"{words} --fp16")
     assert "as it stands: --fp16 True cannot be predicted here" in text
     assert "with our flags: --fp16 True cannot be predicted here" in text
     assert "it has our flags" not in text
@@ -293,25 +280,21 @@ def test_a_command_of_ours_is_told_the_allocators_variable_alone(
 
 
 def test_without_megatron_the_rest_is_answered(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.setattr(answer.importlib.util, "find_spec", lambda name: None)
-    assert main(["plan", "--cluster", "h100", "--", *WHOLE.split()]) == 0
-    text = capsys.readouterr().out
+    text = printed(f"plan --cluster h100 -- {WHOLE}")
     assert "  megatron-core is not installed here" in text and "ring (p2p)" in text
 
 
-def test_what_fits_nowhere_ends_with_status_1(
-    megatron: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fits_nowhere_ends_with_status_1(megatron: None, printed: Printed) -> None:
     words = f"{TORCHRUN.replace('8', '1', 1)} {SCRIPT} {MODEL} --seq-length 67108864"
-    assert main(["plan", "--cluster", "h100", "--json", "--", *words.split()]) == 1
-    assert "nothing fits: at least" in capsys.readouterr().err
+    said = printed(f"plan --cluster h100 --json -- {words}", 1)
+    assert "nothing fits: at least" in said
 
 
-def test_sizes_are_searched_for_a_whole_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--cluster h100 --search --fractions 0 1 --json --top 2 -- {WHOLE}"
-    assert main(["plan", *words.split()]) == 0
-    rows = json.loads(capsys.readouterr().out)
+def test_sizes_are_searched_for_a_whole_command(printed: Printed) -> None:
+    words = f"plan --cluster h100 --search --fractions 0 1 --json --top 2 -- {WHOLE}"
+    rows = json.loads(printed(words))
     assert rows and all(row["context"] == 8 for row in rows), "sizes that are given stay"
     assert "--cp-comm-type" not in rows[0]["command"] and "--num-layers 32" in rows[0]["command"]

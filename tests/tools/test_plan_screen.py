@@ -10,23 +10,18 @@ from unittest import mock
 import pytest
 
 from megatron_burst.plans.choice.machine import MACHINES
-from megatron_burst.tools.command import main
 from megatron_burst.tools.plan import screen, usual
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import Candidate, at_its_sizes, in_order, rank
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import lacking
 from megatron_burst.tools.plan.usual import ALONE, P2P, as_trained
+from tests.tools.conftest import Printed
 
 CONFIGS = Configs.read()
 H100 = CONFIGS.cluster("h100")
 FLAGS = CONFIGS.flags_of("_long") | CONFIGS.model("llama3_8b") | {"seq-length": 131072}
 ASKED = "plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 128k"
-
-
-def said(words: str, capsys: pytest.CaptureFixture[str], status: int = 0) -> str:
-    assert main(words.split()) == status
-    return capsys.readouterr().out
 
 
 def ranked(gpus: int, context: int, **more: Any) -> list[Candidate]:
@@ -49,8 +44,8 @@ def on_64() -> list[Candidate]:
         "--documents 8k --top 3 --fractions 0 -- --context-parallel-size 8 --burst-layout balanced",
     ],
 )
-def test_the_screen_is_read_on_100_columns(more: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(f"{ASKED} {more}", capsys)
+def test_the_screen_is_read_on_100_columns(more: str, printed: Printed) -> None:
+    text = printed(f"{ASKED} {more}")
     long = [line for line in text.splitlines() if len(line) > 100]
     assert not long
     first, second, *_ = text.splitlines()
@@ -61,8 +56,8 @@ def test_the_screen_is_read_on_100_columns(more: str, capsys: pytest.CaptureFixt
     assert sum(line.startswith("* ") for line in text.splitlines()) >= 2, "a row, and the legend"
 
 
-def test_what_all_rows_have_alike_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(f"{ASKED} -- --context-parallel-size 8", capsys)
+def test_what_all_rows_have_alike_is_said_once(printed: Printed) -> None:
+    text = printed(f"{ASKED} -- --context-parallel-size 8")
     heading = next(line for line in text.splitlines() if "attention  " in line)
     assert "global batch 8" in text and "all rows: TP 1, CP 8, DP 8\n" in text
     assert not {"TP", "batch", "host", "NIC"} & {*heading.split()}
@@ -71,8 +66,8 @@ def test_what_all_rows_have_alike_is_said_once(capsys: pytest.CaptureFixture[str
     assert "MFU: of the bfloat16 peak, 989 TFLOP/s" in told
 
 
-def test_every_column_of_a_search_is_explained_or_named(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(said(f"{ASKED} --search --fractions 0 1", capsys).split())
+def test_every_column_of_a_search_is_explained_or_named(printed: Printed) -> None:
+    text = " ".join(printed(f"{ASKED} --search --fractions 0 1").split())
     assert "batch: global batch size, 8.03" in text
     assert "left out, in --json: " in text and "saved by: what saves memory" in text
 
@@ -89,8 +84,8 @@ def test_the_default_has_a_row_and_its_command_has_one_flag(on_64: list[Candidat
     assert first.is_usual and first.command().endswith("burst --recompute-attention-fraction 0")
 
 
-def test_the_default_is_in_the_table_however_short(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(f"{ASKED} --top 1 --fractions 0 -- --context-parallel-size 8", capsys)
+def test_the_default_is_in_the_table_however_short(printed: Printed) -> None:
+    text = printed(f"{ASKED} --top 1 --fractions 0 -- --context-parallel-size 8")
     assert [line[:1] for line in text.splitlines() if " (a2a) " in line] == [" ", "*"]
 
 
@@ -167,7 +162,7 @@ def test_ties_are_broken_by_the_default_then_by_what_is_needed(on_64: list[Candi
 
 
 def test_the_last_line_compares_with_megatrons_ways(
-    on_64: list[Candidate], capsys: pytest.CaptureFixture[str]
+    on_64: list[Candidate], printed: Printed
 ) -> None:
     first = on_64[0]
     base, default = at_its_sizes(first, P2P), at_its_sizes(first, ALONE)
@@ -188,7 +183,7 @@ def test_the_last_line_compares_with_megatrons_ways(
     uneven = ranked(64, 64)[0]
     assert "against a2a: its KV heads do not divide over" in screen.against(uneven, uneven)
     alone = "plan --model toy --cluster cpu --gpus 1 --seq-length 256"
-    assert said(alone, capsys).splitlines()[-1].endswith("these sizes have no context parallelism")
+    assert printed(alone).splitlines()[-1].endswith("these sizes have no context parallelism")
 
 
 @pytest.mark.parametrize(
@@ -238,8 +233,8 @@ def test_a_node_without_its_number_is_told_what_is_missing(
     assert done.stdout.split()[-4:] == ["--node-rank", "3", "--master-addr", "a"]
 
 
-def test_json_has_what_the_screen_has(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = json.loads(said(f"{ASKED} --fractions 0 --json -- --context-parallel-size 8", capsys))
+def test_json_has_what_the_screen_has(printed: Printed) -> None:
+    rows = json.loads(printed(f"{ASKED} --fractions 0 --json -- --context-parallel-size 8"))
     assert {row["global_batch_size"] for row in rows} == {8}
     (default,) = (row for row in rows if row["is_default"])
     assert (default["algorithm"], default["cp_comm_type"]) == ("burst", "a2a")
@@ -266,10 +261,9 @@ WHOLE = "--tensor-model-parallel-size 8 --context-parallel-size 1"
     ],
 )
 def test_where_nothing_fits_what_is_set_is_not_advised(
-    words: str, advised: str, kept_back: str, capsys: pytest.CaptureFixture[str]
+    words: str, advised: str, kept_back: str, printed: Printed
 ) -> None:
-    assert main([*ASKED_FOR.split(), *words.split()]) == 1
-    error = capsys.readouterr().err
+    error = printed(f"{ASKED_FOR} {words}", 1)
     assert "nothing fits: at least" in error and advised in error
     assert kept_back == "-" or kept_back not in error
 

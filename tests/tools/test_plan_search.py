@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_burst.loss.chunk_size import MIB, Sizes, choose
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.plans.schedules.plan import Channel
-from megatron_burst.tools.command import main
 from megatron_burst.tools.flags import hybrid_form, parsed
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.live_bytes import LiveBytes
@@ -31,6 +30,7 @@ from megatron_burst.tools.plan.states import gathered, states
 from megatron_burst.tools.plan.working_set import working_set
 from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport import ports as ports_of_here
+from tests.tools.conftest import Printed
 from tests.transport.test_groups import torchrun_node
 from tests.workers import Team, WorkerPool
 
@@ -279,19 +279,16 @@ def test_pipelines_and_experts_are_tried_where_they_are_asked_for(asked: tuple[s
     assert tried & {*names.values()} == {names[short] for short in asked}
 
 
-def test_a_search_leaves_the_chunks_of_the_loss_to_their_default(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_search_leaves_the_chunks_of_the_loss_to_their_default(printed: Printed) -> None:
     """The default is the least memory with which logits are made once, not a third time."""
 
-    def command(*own: str) -> str:
+    def command(own: str = "") -> str:
         words = "plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --fractions 0"
-        sizes = "--context-parallel-size 8 --tensor-model-parallel-size 1".split()
-        assert main([*words.split(), "--search", "--json", "--", *sizes, *own]) == 0
-        return str(json.loads(capsys.readouterr().out)[0]["command"])
+        words += " --search --json -- --context-parallel-size 8 --tensor-model-parallel-size 1 "
+        return str(json.loads(printed(words + own))[0]["command"])
 
     assert "--lm-head" not in command().replace("--lm-head-loss chunked", "")
-    assert "--lm-head-memory-mb 600" in command("--lm-head-memory-mb", "600")
+    assert "--lm-head-memory-mb 600" in command("--lm-head-memory-mb 600")
     given = FLAGS | CONFIGS.model("llama3_8b")
     least = {name: value for name, value in given.items() if name != "lm-head-memory-mb"}
     limits = ({"lm-head-memory-mb": 5120}, {}, {"lm-head-memory-mb": 2800})
@@ -320,10 +317,9 @@ def test_chunks_of_the_loss_are_smaller_where_else_it_would_not_fit(missing: int
     assert kept and all(each.flags["lm-head-memory-mb"] == 5120 for each in kept), "as it is given"
 
 
-def test_what_fits_nowhere_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_nowhere_is_told_what_would(printed: Printed) -> None:
     words = "plan --model 70b --cluster h100 --gpus 1 --seq-length 1048576 --search --fractions 0"
-    assert main(words.split()) == 1
-    said = capsys.readouterr().err
+    said = printed(words, 1)
     assert "nothing fits: at least " in said and " GPUs would do with as many tokens" in said
 
 
@@ -335,7 +331,7 @@ def test_hosts_smaller_than_a_node_are_told_where_the_node_ends() -> None:
 
 
 def test_a_measured_machine_is_a_cluster(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     ports = [("4: ACTIVE", "400 Gb/sec (4X NDR)")] * 4 + [("4: ACTIVE", "25 Gb/sec (1X EDR)")]
     network = [{"name": f"{i}:1", "state": s, "rate": r} for i, (s, r) in enumerate(ports)]
@@ -345,16 +341,14 @@ def test_a_measured_machine_is_a_cluster(
     assert measure.hardware.fastest_ports() == {f"{i}:1": 400.0 for i in range(4)}
     path = tmp_path / "here.toml"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # torchrun's
-    assert main(["plan", "--measure", str(path)]) == 0
-    assert f"--cluster {path}" in capsys.readouterr().out
+    assert f"--cluster {path}" in printed(f"plan --measure {path}")
     found = CONFIGS.cluster(str(path))
     assert found.name == "here" and found.forward_rate > 0 and found.host_rate > 0
     if not torch.cuda.is_available():
         assert found.gpus_per_node == 2
         assert found.memory == pytest.approx(found.host_memory / 2, rel=0.02)
-    assert main(["plan", "--measure", "here"]) == 1
-    assert main(["plan", "--measure", str(tmp_path / "none" / "here.toml")]) == 1
-    assert "there is no folder" in capsys.readouterr().err
+    assert printed("plan --measure here", 1)
+    assert "there is no folder" in printed(f"plan --measure {tmp_path}/none/here.toml", 1)
 
 
 def timed_messages(team: Team) -> tuple[dict[str, float], list[tuple[str, bool, int]]]:
@@ -387,13 +381,11 @@ def test_messages_are_timed_between_ranks_on_the_groups_of_training(workers: Wor
 
 
 def test_several_gpus_want_ranks_to_measure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert main(["plan", "--measure", "here.toml"]) == 1
-    assert "torchrun --nproc-per-node gpu -m megatron_burst plan --measure here.toml" in (
-        capsys.readouterr().err
-    )
+    torchrun = "torchrun --nproc-per-node gpu -m megatron_burst plan --measure here.toml"
+    assert torchrun in printed("plan --measure here.toml", 1)
 
 
 def test_what_was_measured_is_let_go_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,12 +455,11 @@ def test_how_documents_are_balanced_is_kept_where_all_else_is_chosen() -> None:
     assert unchosen(given | packed) == packed | {"burst-layout": "balanced"}
 
 
-def test_a_model_with_a_pattern_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_a_pattern_is_planned(printed: Printed) -> None:
     words = "plan --model nemotron_h_8b --cluster h100 --gpus 8 --fractions 0 --top 1 --seq-length"
-    assert main([*words.split(), "65536", "--", "--pipeline-model-parallel-size", "4"]) == 0
-    command = capsys.readouterr().out
     pattern = "M-M-M-M*-M-M-|M-M-M*-M-M-M-|M-M*-M-M-M-M-|M*-M-M-M-M-M-"
-    assert f"--hybrid-layer-pattern '{pattern}'" in command
+    found = printed(f"{words} 65536 -- --pipeline-model-parallel-size 4")
+    assert f"--hybrid-layer-pattern '{pattern}'" in found
 
 
 def test_layers_with_a_state_send_the_fewer_bytes_of_their_two_ways() -> None:

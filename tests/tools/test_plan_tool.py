@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import combinations
+from itertools import batched, combinations
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.search import Wish, _savings, _sizes, search
 from megatron_burst.tools.plan.workload import Workload
+from tests.tools.conftest import Printed
 
 CONFIGS = Configs.read()
 HEADS, DIM, TOKENS = 4, 8, 512
@@ -288,18 +289,16 @@ def test_what_does_not_fit_comes_last_however_fast() -> None:
     assert "0.5" in {each.fraction for each in found}
 
 
-def test_the_command_ranks_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "llama3_8b", "--cluster", "h100", "--gpus", "8", "--seq-length", "65536"]
-    assert command.main([*words, "--fractions", "0", "--top", "3"]) == 0
-    text = capsys.readouterr().out
+def test_the_command_ranks_a_model(printed: Printed) -> None:
+    words = "plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --fractions 0"
+    text = printed(f"{words} --top 3")
     assert "65536 (64k) tokens, global batch 1, 8.03 billion parameters\n" in text
     assert "\nall rows: TP 1, CP 8, DP 1\n" in text
     assert "--nproc-per-node 8 -m megatron_burst.pretrain " in text
 
 
-def test_json_has_every_way_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("plan --run toy --json --fractions 0".split()) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_has_every_way_with_its_figures(printed: Printed) -> None:
+    found = json.loads(printed("plan --run toy --json --fractions 0"))
     names = [name for e in found for name in (e["algorithm"], *e["predicted_alike"])]
     assert {name.split()[0] for name in names} == {"burst", "ring", "allgather", "ulysses"}
     assert found[0]["fits"] and found[0]["sent_bytes_a_layer"] > 0
@@ -321,119 +320,102 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
     assert "nothing fits: at least" in shown.err and "GiB are needed" in shown.err
 
 
+UNRANKED = """\
+
+    say --cluster and --gpus, or --run
+--run no
+    there is no run no
+--cluster x --gpus 8 --model 14b
+    there is no cluster x
+--model 14b --cluster a800 --gpus 8 --seq-length 262144
+    a800 has room for 74: --recompute-offload
+--run toy -- --num-experts 8
+    --num-experts 8 has no effect
+--run toy -- --tensor-model-parallel-size 3 --sequence-parallel
+    4 GPUs do not divide
+--run toy -- --recompute-granularity selective --recompute-modules moe gdn
+    --recompute-modules gdn cannot be predicted here: core_attn, layernorm, mlp, moe_act
+--run toy -- --fp8-format hybrid
+    the GPUs of cpu have no FP8
+--model llama3_8b --cluster h100 --gpus 8 --seq-length 8k -- --fp8-format hybrid --mlp-chunks 2
+    --mlp-chunks is refused beside --fp8-format
+--run toy --gpt -- --pipeline-model-parallel-size 4 --context-parallel-size 1
+    --num-layers 2 does not divide over --pipeline-model-parallel-size 4 with 1 part
+--run toy --gpt -- --num-layers-per-virtual-pipeline-stage 3
+    --pipeline-model-parallel-size 1 with --num-layers-per-virtual-pipeline-stage 3
+--run toy --gpt -- --account-for-loss-in-pipeline-split
+    cannot be predicted here: stages of as many layers alone are
+--run toy -- --hidden-size abc
+    --hidden-size abc is not a positive whole
+--run toy --gpt -- --num-layers x
+    --num-layers x is not a positive whole
+--run toy -- --mtp-num-layers x
+    --mtp-num-layers x is not a whole number
+--run toy -- --seq-length 2k
+    --seq-length 2k is not a
+--run toy -- --window-size abc
+    --window-size abc is not LEFT,0
+--run toy -- --window-size 100,5
+    --window-size 100,5 is not LEFT,0
+--run toy -- --no-hidden-size
+    is not known without --hidden-size
+--run toy -- --no-seq-length
+    --seq-length is missing
+--run toy --seq-length 2052
+    -size 4: a multiple of 8 does
+--run toy --seq-length 2050 -- --sequence-parallel --context-parallel-size 1 \
+--tensor-model-parallel-size 4
+    -size 1: a multiple of 4 does
+--run toy -- --optimizer-cpu-offload --optimizer-offload-fraction x
+    --optimizer-offload-fraction x is not between 0 and 1
+--run toy --gpt -- --hybrid-override-pattern M-*-
+    --hybrid-override-pattern M-*- cannot be predicted here: give it as --hybrid-layer-
+--run qwen3_30b_a3b_128k_64gpu_h100 -- --tensor-model-parallel-size 2
+    refuses them in their first forward without --sequence-parallel
+--run toy -- --num-layers-per-virtual-pipeline-stage 1
+    the | of --hybrid-layer-pattern part a HybridModel
+--run toy -- --hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2
+    3 parts of --hybrid-layer-pattern do not divide over --pipeline-model-parallel-size 2
+--run toy -- --contxt-parallel-size 2
+    the nearest is --context-parallel-size
+--run toy -- --burst-segments 2
+    there is no flag --burst-segments any more
+--run toy -- --recompute-granularity selective --recompute-modules
+    --recompute-modules names none
+--run toy -- --yaml-cfg x.yaml
+    --yaml-cfg is not read here
+--run toy -- --fp16
+    --fp16 True cannot be predicted
+--run llama3_8b_256k_8gpu_h100 -- --recompute-num-layers 1
+    --recompute-num-layers 1 cannot be predicted here: 2 alone
+--run toy --gpt -- --recompute-num-layers 2
+    --recompute-num-layers 2 cannot be predicted here: 1 alone
+--run toy -- --hybrid-layer-pattern M-D-
+    --hybrid-layer-pattern M-D- is not counted: it has layers D; known are *, -, E, M
+--run toy -- --num-layers 4
+    --num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt
+--run toy -- --context-parallel-size 2 --global-batch-size 3
+    --global-batch-size 3 does not divide over 2 data-parallel
+--run toy -- --micro-batch-size 0
+    --micro-batch-size 0 is not a positive
+--run masks-documents
+    the mean length of a document: give plan --documents N
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say --cluster and --gpus, or --run"),
-        (["--run", "no"], "there is no run no"),
-        (["--cluster", "x", "--gpus", "8", "--model", "14b"], "there is no cluster x"),
+        *batched(map(str.strip, UNRANKED.splitlines()), 2),
         (
-            ["--model", "14b", "--cluster", "a800", "--gpus", "8", "--seq-length", "262144"],
-            "a800 has room for 74: --recompute-offload",
-        ),
-        (["--run", "toy", "--", "--num-experts", "8"], "--num-experts 8 has no effect"),
-        (
-            ["--run", "toy", "--", "--tensor-model-parallel-size", "3", "--sequence-parallel"],
-            "4 GPUs do not divide",
-        ),
-        (
-            "--run toy -- --recompute-granularity selective --recompute-modules moe gdn".split(),
-            "--recompute-modules gdn cannot be predicted here: core_attn, layernorm, mlp, moe_act",
-        ),
-        (["--run", "toy", "--", "--fp8-format", "hybrid"], "the GPUs of cpu have no FP8"),
-        (
-            "--model llama3_8b --cluster h100 --gpus 8 --seq-length 8k -- --fp8-format hybrid "
-            "--mlp-chunks 2".split(),
-            "--mlp-chunks is refused beside --fp8-format",
-        ),
-        (
-            "--run toy -- --pipeline-model-parallel-size 4 --context-parallel-size 1".split(),
+            "--run toy -- --pipeline-model-parallel-size 4 --context-parallel-size 1",
             "4 parts of --hybrid-layer-pattern would have 0 to 1 layers of attention; put | ",
         ),
-        (
-            "--run toy --gpt -- --pipeline-model-parallel-size 4 --context-parallel-size 1".split(),
-            "--num-layers 2 does not divide over --pipeline-model-parallel-size 4 with 1 part",
-        ),
-        (
-            "--run toy --gpt -- --num-layers-per-virtual-pipeline-stage 3".split(),
-            "--pipeline-model-parallel-size 1 with --num-layers-per-virtual-pipeline-stage 3",
-        ),
-        (
-            "--run toy --gpt -- --account-for-loss-in-pipeline-split".split(),
-            "cannot be predicted here: stages of as many layers alone are",
-        ),
-        ("--run toy -- --hidden-size abc".split(), "--hidden-size abc is not a positive whole"),
-        ("--run toy --gpt -- --num-layers x".split(), "--num-layers x is not a positive whole"),
-        ("--run toy -- --mtp-num-layers x".split(), "--mtp-num-layers x is not a whole number"),
-        ("--run toy -- --seq-length 2k".split(), "--seq-length 2k is not a"),
-        ("--run toy -- --window-size abc".split(), "--window-size abc is not LEFT,0"),
-        ("--run toy -- --window-size 100,5".split(), "--window-size 100,5 is not LEFT,0"),
-        ("--run toy -- --no-hidden-size".split(), "is not known without --hidden-size"),
-        ("--run toy -- --no-seq-length".split(), "--seq-length is missing"),
-        ("--run toy --seq-length 2052".split(), "-size 4: a multiple of 8 does"),
-        (
-            "--run toy --seq-length 2050 -- --sequence-parallel --context-parallel-size 1 "
-            "--tensor-model-parallel-size 4".split(),
-            "-size 1: a multiple of 4 does",
-        ),
-        (
-            "--run toy -- --optimizer-cpu-offload --optimizer-offload-fraction x".split(),
-            "--optimizer-offload-fraction x is not between 0 and 1",
-        ),
-        (
-            "--run toy --gpt -- --hybrid-override-pattern M-*-".split(),
-            "--hybrid-override-pattern M-*- cannot be predicted here: give it as --hybrid-layer-",
-        ),
-        (
-            "--run qwen3_30b_a3b_128k_64gpu_h100 -- --tensor-model-parallel-size 2".split(),
-            "refuses them in their first forward without --sequence-parallel",
-        ),
-        ("--run toy -- --burst-memory-mb abc".split(), "--burst-memory-mb abc: "),
-        (
-            "--run toy -- --num-layers-per-virtual-pipeline-stage 1".split(),
-            "the | of --hybrid-layer-pattern part a HybridModel",
-        ),
-        (
-            "--run toy -- --hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2".split(),
-            "3 parts of --hybrid-layer-pattern do not divide over --pipeline-model-parallel-size 2",
-        ),
-        ("--run toy -- --contxt-parallel-size 2".split(), "the nearest is --context-parallel-size"),
-        ("--run toy -- --burst-segments 2".split(), "there is no flag --burst-segments any more"),
-        (
-            "--run toy -- --recompute-granularity selective --recompute-modules".split(),
-            "--recompute-modules names none",
-        ),
-        ("--run toy -- --yaml-cfg x.yaml".split(), "--yaml-cfg is not read here"),
-        (["--run", "toy", "--", "--fp16"], "--fp16 True cannot be predicted"),
-        (
-            ["--run", "llama3_8b_256k_8gpu_h100", "--", "--recompute-num-layers", "1"],
-            "--recompute-num-layers 1 cannot be predicted here: 2 alone",
-        ),
-        (
-            ["--run", "toy", "--gpt", "--", "--recompute-num-layers", "2"],
-            "--recompute-num-layers 2 cannot be predicted here: 1 alone",
-        ),
-        (
-            ["--run", "toy", "--", "--hybrid-layer-pattern", "M-D-"],
-            "--hybrid-layer-pattern M-D- is not counted: it has layers D; known are *, -, E, M",
-        ),
-        (
-            ["--run", "toy", "--", "--num-layers", "4"],
-            "--num-layers: a HybridModel has --hybrid-layer-pattern; or give --gpt",
-        ),
-        (
-            "--run toy -- --context-parallel-size 2 --global-batch-size 3".split(),
-            "--global-batch-size 3 does not divide over 2 data-parallel",
-        ),
-        ("--run toy -- --micro-batch-size 0".split(), "--micro-batch-size 0 is not a positive"),
-        (["--run", "masks-documents"], "the mean length of a document: give plan --documents N"),
+        ("--run toy -- --burst-memory-mb abc", "--burst-memory-mb abc: "),
     ],
 )
-def test_what_cannot_be_ranked_is_said(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words]) == 1
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_ranked_is_said(words: str, message: str, printed: Printed) -> None:
+    assert message in printed(f"plan {words}", 1)
 
 
 def asked(text: str) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from megatron_burst import BurstConfig, ring_attention
 from megatron_burst.plans.schedules.batches import batches_of
 from megatron_burst.plans.schedules.plan import Plan
 from megatron_burst.plans.visibility.mask import Mask
-from megatron_burst.tools import command, trace
+from megatron_burst.tools import trace
 from megatron_burst.transport import profiling
 from tests.tier import one_in
+from tests.tools.conftest import Printed
 from tests.workers import Team, WorkerPool
 
 RANKS = 4
@@ -99,14 +100,10 @@ def names_of(path: Path) -> list[str]:
     return [e["name"] for e in content["traceEvents"] if e.get("cat") == "user_annotation"]
 
 
-def test_the_command_prints_a_table_or_json(
-    double: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert trace.main([str(double)]) == 0
-    said = capsys.readouterr().out
+def test_the_command_prints_a_table_or_json(double: Path, printed: Printed) -> None:
+    said = printed(f"trace {double}")
     assert said.count(trace.ATTENTION) > RANKS
-    assert trace.main([str(double), "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(printed(f"trace {double} --json"))
     assert content["ranks"] == list(range(RANKS)) and content["steps"] == 1
     for row in content["rows"]:
         assert 0 < row["exposed"] <= row["communication"]
@@ -148,12 +145,11 @@ def test_on_the_cpu_waits_are_exposed(tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_sent_nothing_is_said_to_be_hidden(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, printed: Printed
 ) -> None:
     write(tmp_path, event("user_annotation", "burst: forward", 0, 100))
     assert row_of(tmp_path)["hidden"] is None
-    assert trace.main([str(tmp_path)]) == 0
-    assert re.search(r"forward .* 0\.0% +- *\n", capsys.readouterr().out)
+    assert re.search(r"forward .* 0\.0% +- *\n", printed(f"trace {tmp_path}"))
 
 
 def test_the_help_says_of_what_its_shares_are() -> None:
@@ -185,12 +181,9 @@ def test_on_a_gpu_what_no_other_kernel_runs_beside_is_exposed(tmp_path: Path) ->
     assert trace.summary(tmp_path)["steps"] == 2
 
 
-def test_what_is_no_trace_of_attention_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_trace_of_attention_is_refused(tmp_path: Path, printed: Printed) -> None:
     def refused(message: str) -> None:
-        assert command.main(["trace", str(tmp_path)]) == 1
-        assert message in capsys.readouterr().err
+        assert message in printed(f"trace {tmp_path}", 1)
 
     refused("has no rank-N.json.gz: train with --profile --use-pytorch-profiler")
     (tmp_path / "rank-0.json").write_text('{"traceEvents": []}')
