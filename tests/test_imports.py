@@ -4,9 +4,7 @@ import ast
 import graphlib
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ import torch
 
 import megatron_burst.kernels
 from megatron_burst.tools.command import VERBS
+from tests.processes import python
 
 ROOT = Path(megatron_burst.__file__).parent
 SCRIPTS = ROOT.parent / "scripts"
@@ -301,14 +300,7 @@ def test_what_frameworks_with_a_loop_of_their_own_import_names_none_of_megatrons
 def test_the_layer_spec_and_the_hooks_need_nothing_of_megatrons_training_loop() -> None:
     """Frameworks on megatron.core have a loop of their own."""
     pytest.importorskip("megatron")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MEGATRONS_LOOP],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=200,
-    )
+    result = python("-c", WITHOUT_MEGATRONS_LOOP)
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["attention"] == ["BurstCoreAttention"] * 2

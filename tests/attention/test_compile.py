@@ -1,11 +1,11 @@
 """torch.compile leaves attention and loss as they are, and traces no planner. (slow tier)"""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.processes import python
 
 TRACES = """
 import json, sys, torch
@@ -44,7 +44,7 @@ print(json.dumps({
 
 
 def traced() -> dict[str, Any]:
-    run = subprocess.run([sys.executable, "-c", TRACES], capture_output=True, text=True)
+    run = python("-c", TRACES)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -1,9 +1,7 @@
 """What imports change, and a flag of ours; without one nothing is replaced. (fast tier)"""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ arguments = pytest.importorskip("megatron.training.arguments")
 from megatron_burst import launch  # noqa: E402
 from megatron_burst.plugin.arguments import asks_for_us  # noqa: E402
 from megatron_burst.plugin.flags import all_flags  # noqa: E402
+from tests.processes import python  # noqa: E402
 from tests.test_imports import MODULES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -89,13 +88,8 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def started() -> dict[str, dict]:
     """One process that starts in these ways, one after the other, and what has changed by then."""
-    run = subprocess.run(
-        [sys.executable, "-c", STARTED, json.dumps(WAYS), json.dumps([*MODULES])],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_BURST_CPU": "0"},
-    )
+    words = json.dumps(WAYS), json.dumps([*MODULES])
+    run = python("-c", STARTED, *words, MEGATRON_BURST_CPU="0")
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout.splitlines()[-1]))
 

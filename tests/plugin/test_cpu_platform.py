@@ -1,8 +1,6 @@
 import argparse
 import importlib.util
-import os
 import socket
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,23 +12,10 @@ from megatron_burst.cpu_platform import arguments as cpu_arguments
 from megatron_burst.cpu_platform import platform as cpu_platform
 from megatron_burst.cpu_platform.platform import REQUEST
 from megatron_burst.cpu_platform.table import PACKAGES, STAND_INS, with_one_worker
+from tests.processes import python
 from tests.training.launcher import run_job
 
 ROOT = Path(__file__).parents[2]
-
-
-def python(
-    *arguments: str, timeout: float = 300, **settings: str
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        cwd=ROOT,
-    )
 
 
 def test_the_names_of_torch_come_before_megatron_is_imported() -> None:

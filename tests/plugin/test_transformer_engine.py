@@ -7,13 +7,11 @@ makes it importable: layers are built, saved and loaded, nothing is computed.
 import importlib.util
 import inspect
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import python
 
 LAYERS = 2
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
@@ -55,14 +53,7 @@ def found() -> dict[str, dict[str, Any]]:
             pytest.skip(f"{name} is not installed; scripts/build_transformer_engine.py builds it")
     # Not by -m: to save a checkpoint Megatron starts a process, which would import it all again.
     code = "from tests.plugin.te_models import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, json.dumps(MODELS)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = python("-W", "ignore", "-c", code, json.dumps(MODELS), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,7 +1,6 @@
 """The one command: its verbs, its help, and what it says where something is wrong. (fast tier)"""
 
 import argparse
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_burst.tools import command, options
 from megatron_burst.tools.arguments import verify
 from megatron_burst.tools.command import VERBS, main
 from megatron_burst.tools.verify import masks
+from tests.processes import python
 from tests.tools.conftest import Printed
 
 ROOT = Path(__file__).parents[2]
@@ -85,13 +85,7 @@ def test_verify_draws_documents_of_any_number_of_tokens(tokens: int) -> None:
 
 
 def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "megatron_burst", "launch", "check", "--no-such-flag"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=200,
-    )
+    ran = python("-m", "megatron_burst", "launch", "check", "--no-such-flag")
     assert ran.returncode == 2
     assert "unrecognized arguments: --no-such-flag" in ran.stderr
 
@@ -129,13 +123,7 @@ except SystemExit as end:
 
 def test_help_and_what_is_refused_need_no_torch() -> None:
     """Torch takes a second or two to load, which nobody waits for to read of a flag."""
-    ran = subprocess.run(
-        [sys.executable, "-c", HELP_OF_ALL],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=200,
-    )
+    ran = python("-c", HELP_OF_ALL)
     assert ran.returncode == 0, ran.stdout[-500:] + ran.stderr
     assert all(f"usage: megatron-burst {verb}" in ran.stdout for verb in VERBS)
     assert "plan: error: argument --gpus: 0 is not positive" in ran.stderr

@@ -1,9 +1,7 @@
 """The doctor's verdict is what the command line does, here and for a cluster. (fast tier)"""
 
 import json
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +19,7 @@ from megatron_burst.tools.doctor.command import main
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRY, LaunchLine, Target
 from megatron_burst.tools.doctor.machine import parts
 from tests.plugin.test_compat import fake_megatron, forget_megatron
+from tests.processes import python
 from tests.tools.conftest import Printed
 from tests.training.launcher import MODEL
 
@@ -204,13 +203,10 @@ def test_torchrun_and_options_that_contradict(judged: Judged) -> None:
 
 @pytest.mark.slow
 def test_on_this_machine_it_is_the_cpu_platform_that_judges() -> None:
-    python = [sys.executable, "-m", "megatron_burst", "doctor", "--json", "--"]
+    doctor = ["-m", "megatron_burst", "doctor", "--json", "--"]
     torchrun = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_burst.pretrain_gpt"]
     words = [*MODEL, *BURST, "--context-parallel-size", "2", "--use-sharp"]
-    environment = {**os.environ, "MEGATRON_BURST_CPU": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [*python, *torchrun, *words], capture_output=True, text=True, env=environment, timeout=200
-    )
+    ended = python(*doctor, *torchrun, *words, MEGATRON_BURST_CPU="1")
     report = json.loads(ended.stdout)
     assert ended.returncode == 1 and ended.stderr == ""
     assert report["target"] == "on this machine (cpu): 1 x 2 ranks"
@@ -249,13 +245,7 @@ for words in ([], ["--shape", "16,2,128"]):
 
 def test_an_environment_without_megatron_is_not_ok() -> None:
     """Attention alone needs none, so what serves a shape is answered all the same."""
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MEGATRON],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=200,
-    )
+    ran = python("-c", WITHOUT_MEGATRON)
     bare, shape, _ = ran.stdout.split("status ")
     assert "error    megatron: megatron-core is not installed: pip install 'megatron-core==" in bare
     assert bare.endswith("\n\nno training runs here\n") and shape.startswith("1\n")
