@@ -4,6 +4,7 @@ import csv
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,31 +47,36 @@ RECORDS = {  # not measured again
 }
 
 type Rows = list[dict[str, str]]
+type Run = Callable[..., tuple[str, Rows]]
 
 
-def run(
-    script: Any, patch: pytest.MonkeyPatch, page: Path, command: str, *more: str
-) -> tuple[str, Rows]:
-    """Run a benchmark; return its page and the rows of its CSV."""
-    arguments = [script.__name__, *command.split(), *more, "--force", "--output", str(page)]
-    patch.setattr(sys, "argv", arguments)
-    script.main()
-    with page.with_suffix(".csv").open() as file:
-        return page.read_text(), list(csv.DictReader(file))
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a benchmark; returns its page and the rows of its CSV."""
+
+    def of(script: Any, command: str, *more: str) -> tuple[str, Rows]:
+        page = tmp_path / "page.md"
+        arguments = [script.__name__, *command.split(), *more, "--force", "--output", str(page)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        script.main()
+        with page.with_suffix(".csv").open() as file:
+            return page.read_text(), list(csv.DictReader(file))
+
+    return of
 
 
-def test_errors_are_those_of_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_those_of_bfloat16(run: Run) -> None:
     command = "--tokens 64 --heads 4:2 --ranks 1 2 --nodes 2 --seeds 1 --backward kv query"
     command += " --grad-dtype float32 model"
-    page, rows = run(accuracy, monkeypatch, tmp_path / "page.md", command)
+    page, rows = run(accuracy, command)
     assert len(rows) == 2 * 4 * 4 and page.count("| 4:2 |") == 4 * 4
     assert all(1e-4 < float(row["error"]) < 2e-2 for row in rows)
     assert {row["ratio"] for row in rows if row["ranks"] == "1"} == {"1"}
 
 
-def test_host_time_is_told_in_additions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_is_told_in_additions(run: Run) -> None:
     command = "--ranks 2 --backward query --repetitions 1"
-    page, rows = run(host_time, monkeypatch, tmp_path / "page.md", command)
+    page, rows = run(host_time, command)
     assert len(rows) == 1 and page.count("| query | 2 |") == 1
     assert all(float(rows[0][way]) > 1 for way in ("forward", "backward"))
 
@@ -84,12 +90,10 @@ def test_the_oracle_is_attention_in_float64() -> None:
     assert max(accuracy.errors(found, [x.transpose(1, 2) for x in expected])) < 1e-12
 
 
-def test_the_loss_takes_no_more_than_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_takes_no_more_than_its_limit(run: Run, tmp_path: Path) -> None:
     command = "--shapes 32x512x16 --repetitions 1 --tokens 1024 2048 --hidden 64 --memory-mb 8"
     command += " --vocabularies 1024"
-    _, rows = run(loss, monkeypatch, tmp_path / "page.md", command)
+    _, rows = run(loss, command)
     assert [row["way"] for row in rows[:4]] == ["Liger's algorithm", "once", "twice", "all logits"]
     assert all(float(row["median_s"]) > 0 for row in rows[:4])
     counted = {(row["way"], row["tokens"]): int(row["bytes"]) for row in rows[4:]}
@@ -115,14 +119,12 @@ def test_ways_of_the_loss_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(results, found["all logits"])
 
 
-def test_more_is_stored_the_less_is_recomputed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_is_stored_the_less_is_recomputed(run: Run) -> None:
     pytest.importorskip("megatron.core")
     import recompute
 
     command = "--layers 2 --tokens 256 --hidden 32 --repetitions 1"
-    page, rows = run(recompute, monkeypatch, tmp_path / "page.md", command)
+    page, rows = run(recompute, command)
     stored = [int(row["stored_bytes"]) for row in rows]
     assert stored == sorted(stored, reverse=True) and len(set(stored)) == len(stored) == 6
     # Of each of two layers an output of 32 numbers and a log-sum-exp of two heads, 4 bytes a token.
@@ -130,14 +132,12 @@ def test_more_is_stored_the_less_is_recomputed(
     assert "| ρ = 0.25 |" in page
 
 
-def test_mlps_in_chunks_are_timed_whole_and_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlps_in_chunks_are_timed_whole_and_cut(run: Run) -> None:
     pytest.importorskip("megatron.core")
     import mlp_chunks
 
     command = "--tokens 64 --hidden 16 --chunks 2 --repetitions 1"
-    page, rows = run(mlp_chunks, monkeypatch, tmp_path / "page.md", command)
+    page, rows = run(mlp_chunks, command)
     assert [(row["held"], row["chunks"]) for row in rows] == [
         (held, chunks) for held in ("one layer", "two layers") for chunks in ("0", "2")
     ]
@@ -145,7 +145,9 @@ def test_mlps_in_chunks_are_timed_whole_and_cut(
 
 
 @pytest.mark.slow
-def test_memory_of_trainings_and_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_trainings_and_a_limit(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("megatron.core")
     import memory
 
@@ -153,12 +155,12 @@ def test_memory_of_trainings_and_a_limit(tmp_path: Path, monkeypatch: pytest.Mon
     # The logits and the wide MLP of so many tokens need more than the limit.
     command = "--tokens 4096 --hidden 32 --limited-tokens 16384 --limit 1800 --steps 1 --runs"
     runs = str(tmp_path / "runs")
-    page, rows = run(memory, monkeypatch, tmp_path / "page.md", command, runs)
+    page, rows = run(memory, command, runs)
     whole, cut, none, everything = rows
     assert int(whole["counted"]) > int(cut["counted"]) > 0
     assert (none["fits"], everything["fits"]) == ("False", "True")
     assert "| none | does not fit | 0 |" in page
-    again, _ = run(memory, monkeypatch, tmp_path / "page.md", command, runs)  # of what is kept
+    again, _ = run(memory, command, runs)  # of what is kept
     assert "| all | fits | 1 |" in again
 
 
@@ -193,13 +195,11 @@ def test_memory_keeps_rows_of_the_same_sizes_and_commit(
     assert shown == [64, 64, 32, 32]
 
 
-def test_attention_has_a_row_for_every_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_has_a_row_for_every_case(run: Run) -> None:
     sizes = "--places 1x2 --tokens 32 --head-dim 8 --heads 4:4 4:1 --repetitions 1"
     names = ["ring flat", "ulysses", "burst kv flat", "burst auto"]
     command = f"{sizes} --masks documents:8 causal blocks --algorithms"
-    page, rows = run(attention, monkeypatch, tmp_path / "page.md", command, *names)
+    page, rows = run(attention, command, *names)
     assert len(rows) == 3 * 2 * 4 * 3  # masks, heads, algorithms, phases
     found = {(row["mask"], row["kv_heads"], row["algorithm"], row["phase"]): row for row in rows}
     assert len(found) == len(rows)
