@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -150,6 +151,12 @@ def allowed(after_20_steps: float) -> float:
     return after_20_steps if is_thorough() else after_20_steps / 10
 
 
+def table(rows: str) -> dict[str, Any]:
+    """Cases, one a line: behind the name and semicolons what makes it; numbers are numbers."""
+    cases = ([field.strip() for field in row.split(";")] for row in rows.splitlines())
+    return {name: tuple(int(x) if x.isdigit() else x for x in case) for name, *case in cases}
+
+
 def largest_difference(found: Log, expected: Log, steps: Sequence[int]) -> float:
     """The largest relative difference of loss or gradient norm over these steps."""
     return max(
@@ -157,6 +164,13 @@ def largest_difference(found: Log, expected: Log, steps: Sequence[int]) -> float
         for a, b in ((found.losses, expected.losses), (found.grad_norms, expected.grad_norms))
         for step in steps
     )
+
+
+def report_steps(
+    case: str, found: Log, expected: Log, tolerance: float = allowed(1e-4), steps: range = STEPS
+) -> None:
+    """Print how far losses and gradient norms of these steps differ at most, and check it."""
+    report(case, largest_difference(found, expected, steps), tolerance)
 
 
 def report(case: str, difference: float, tolerance: float) -> None:

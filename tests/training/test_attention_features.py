@@ -11,18 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.tier import slow_if
-from tests.training.launcher import (
-    BURST,
-    STEPS,
-    Log,
-    allowed,
-    largest_difference,
-    outcome,
-    report,
-    train,
-)
+from tests.training.launcher import BURST, Log, outcome, report_steps, table, train
 
-FLOAT32_TOLERANCE = allowed(1e-4)
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
 CP4 = "--context-parallel-size 4"
@@ -63,57 +53,36 @@ def trained(
     )
 
 
-CASES = {
-    "hybrid with copied kv heads": (f"{GQA[:-1]}1", 4, f"{CP4} {HYBRID}"),
-    "hybrid in Megatron's groups": (
-        "",
-        4,
-        f"{CP4} {HYBRID} --hierarchical-context-parallel-sizes 2 2",
-    ),
-    "MLA, query backward": (MLA, 2, f"{CP2} --burst-backward query"),
-    "MLA, TP 2 x CP 2": (MLA, 4, f"{CP2} {TP2}"),
-    "MLA, Ulysses": (MLA, 2, f"{CP2} --context-parallel-algo ulysses"),
-    "MLA, USP, TP 2": (
-        MLA,
-        8,
-        f"{CP4} {TP2} --sequence-parallel --context-parallel-algo ring "
-        "--burst-topology flat --burst-head-parallel-size 2",
-    ),
-    "MLA, hybrid 2 x ring 2": (MLA, 4, f"{CP4} {HYBRID}"),
-    "latents": (MLA, 2, f"{CP2} {LATENT}"),
-    "latents, CP 4 on two nodes": (MLA, 4, f"{CP4} {LATENT} --burst-ranks-per-node 2"),
-    "latents, TP 2 x CP 2 with SP": (MLA, 4, f"{CP2} {TP2} --sequence-parallel {LATENT}"),
-    "latents, TP 2 x CP 2": (MLA, 4, f"{CP2} {TP2} {LATENT}"),
-    "latents, up-projection recomputed": (
-        MLA,
-        2,
-        f"{CP2} {LATENT} --recompute-granularity selective --recompute-modules mla_up_proj",
-    ),
-    "latents, all recomputed": (
-        MLA.replace("rope-type rope", "rope-type yarn"),
-        2,
-        f"{CP2} {LATENT} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1",
-    ),
-    "learnable sinks, hybrid": (SINKS, 4, f"{CP4} {HYBRID}"),
-    "learnable sinks, TP 2 x CP 2": (SINKS, 4, f"{TP2} {CP2}"),
-    "heads in chunks, recomputed in part": (
-        SINKS,
-        2,
-        f"{CP2} --burst-head-chunks 2 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --recompute-attention-fraction 0.5",
-    ),
-    "MLA, heads in chunks": (MLA, 2, f"{CP2} --burst-head-chunks 4"),
-    "off-by-one": ("--softmax-type off-by-one", 2, CP2),
-    "every second layer, beside gated delta nets": (GDN, 2, CP2),
-    "beside gated delta nets, contiguous": (GDN, 2, f"{CP2} --burst-layout contiguous"),
-    "beside gated delta nets, TP 2 x CP 2 with SP": (GDN, 4, f"{CP2} {TP2} --sequence-parallel"),
-    "beside gated delta nets, PP 2 x CP 2": (
-        f"{GDN} --num-layers 4",
-        4,
-        f"{CP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-    ),
-}
+CASES = table(f"""\
+hybrid with copied kv heads; {GQA[:-1]}1; 4; {CP4} {HYBRID}
+hybrid in Megatron's groups; ; 4; {CP4} {HYBRID} --hierarchical-context-parallel-sizes 2 2
+MLA, query backward; {MLA}; 2; {CP2} --burst-backward query
+MLA, TP 2 x CP 2; {MLA}; 4; {CP2} {TP2}
+MLA, Ulysses; {MLA}; 2; {CP2} --context-parallel-algo ulysses
+MLA, USP, TP 2; {MLA}; 8; {CP4} {TP2} --sequence-parallel --context-parallel-algo ring \
+--burst-topology flat --burst-head-parallel-size 2
+MLA, hybrid 2 x ring 2; {MLA}; 4; {CP4} {HYBRID}
+latents; {MLA}; 2; {CP2} {LATENT}
+latents, CP 4 on two nodes; {MLA}; 4; {CP4} {LATENT} --burst-ranks-per-node 2
+latents, TP 2 x CP 2 with SP; {MLA}; 4; {CP2} {TP2} --sequence-parallel {LATENT}
+latents, TP 2 x CP 2; {MLA}; 4; {CP2} {TP2} {LATENT}
+latents, up-projection recomputed; {MLA}; 2; \
+{CP2} {LATENT} --recompute-granularity selective --recompute-modules mla_up_proj
+latents, all recomputed; {MLA.replace("rope-type rope", "rope-type yarn")}; 2; \
+{CP2} {LATENT} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+learnable sinks, hybrid; {SINKS}; 4; {CP4} {HYBRID}
+learnable sinks, TP 2 x CP 2; {SINKS}; 4; {TP2} {CP2}
+heads in chunks, recomputed in part; {SINKS}; 2; {CP2} --burst-head-chunks 2 \
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
+--recompute-attention-fraction 0.5
+MLA, heads in chunks; {MLA}; 2; {CP2} --burst-head-chunks 4
+off-by-one; --softmax-type off-by-one; 2; {CP2}
+every second layer, beside gated delta nets; {GDN}; 2; {CP2}
+beside gated delta nets, contiguous; {GDN}; 2; {CP2} --burst-layout contiguous
+beside gated delta nets, TP 2 x CP 2 with SP; {GDN}; 4; {CP2} {TP2} --sequence-parallel
+beside gated delta nets, PP 2 x CP 2; {GDN} --num-layers 4; 4; \
+{CP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+""")
 FAST = {"latents"}
 SLOW = CASES.keys() - FAST
 
@@ -126,7 +95,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     # Megatron's MLA itself is 3e-4 apart after 20 steps on one and on two tensor-parallel ranks.
     one = (2, TP2) if model == MLA and TP2 in flags else (1, "")
     found, expected = trained(BURST, model, ranks, flags), trained(BURST, model, *one)
-    report(case, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+    report_steps(case, found, expected)
 
 
 # What is said of a degree that nobody gave: a model, flags on all ranks, more on several.
@@ -153,7 +122,7 @@ def test_heads_are_shared_out_by_choice_where_that_serves(
     found = trained(BURST, model, 4, f"{both} {flags} {CP4} --burst-head-parallel-size auto")
     assert f"--burst-head-parallel-size {said}" in found.text
     expected = trained(BURST, model, 1, both)
-    report(said, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+    report_steps(said, found, expected)
 
 
 OFF_BY_ONE = "--softmax-type off-by-one"
@@ -162,7 +131,7 @@ OFF_BY_ONE = "--softmax-type off-by-one"
 @pytest.mark.parametrize("model", slow_if({OFF_BY_ONE}, [SINKS, OFF_BY_ONE]))
 def test_sinks_equal_megatrons_own(trained: Callable[..., Log], model: str) -> None:
     found, expected = trained(BURST, model, 1, ""), trained(STOCK, model, 1, "")
-    report(model, largest_difference(found, expected, STEPS), FLOAT32_TOLERANCE)
+    report_steps(model, found, expected)
 
 
 @pytest.mark.slow
@@ -175,7 +144,7 @@ def test_ours_beside_an_attention_of_the_users_own(tmp_path: Path, data: tuple[s
     two = train(tmp_path / "2", 2, *mixed, *names, *CP2.split())
     for text in (one.text, two.text):
         assert "layer 2 is soft" in text and "layer 3 is soft" not in text
-    report("soft cap beside ours", largest_difference(two, one, range(1, 7)), FLOAT32_TOLERANCE)
+    report_steps("soft cap beside ours", two, one, steps=range(1, 7))
     status, text = outcome("megatron_burst.pretrain_gpt", tmp_path / "all", 1, *mixed, "burst")
     assert status != "0" and "layer 2 has SoftCappedAttention for its core attention" in text
 

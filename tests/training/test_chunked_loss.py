@@ -7,36 +7,37 @@ from pathlib import Path
 import pytest
 
 from tests.tier import slow_if
-from tests.training.launcher import BURST, HALF, Log, allowed, largest_difference, report, train
+from tests.training.launcher import (
+    BURST,
+    HALF,
+    Log,
+    allowed,
+    largest_difference,
+    report,
+    table,
+    train,
+)
 
 TOLERANCE = allowed(1e-5)
 PER_TOKEN = "--calculate-per-token-loss"
 CHUNKED = ("--lm-head-loss", "chunked")
 IN_CHUNKS = (*CHUNKED, "--lm-head-chunk-size", "100")  # of 256 tokens
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+CP2, TP2 = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
 
-CASES = {
-    "alone": (1, ""),
-    "TP 2, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "TP 2 x PP 2, sequence parallel": (
-        4,
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
-    ),
-    "DP 2, distributed optimizer, overlap": (2, OVERLAP),
-    "accumulation over 4 micro-batches": (1, "--global-batch-size 8"),
-    "TP 2": (2, "--tensor-model-parallel-size 2"),
-    "CP 2 x TP 2, sequence parallel": (
-        4,
-        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
-    ),
-    "CP 2 x PP 2": (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "TP 2 x interleaved PP 2": (
-        4,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-        "--tensor-model-parallel-size 2",
-    ),
-    "CP 2 x DP 2, overlap": (4, f"--context-parallel-size 2 {OVERLAP}"),
-}
+CASES = table(f"""\
+alone; 1; 
+TP 2, sequence parallel; 2; {TP2} --sequence-parallel
+TP 2 x PP 2, sequence parallel; 4; {TP2} {PP2} --sequence-parallel
+DP 2, distributed optimizer, overlap; 2; {OVERLAP}
+accumulation over 4 micro-batches; 1; --global-batch-size 8
+TP 2; 2; {TP2}
+CP 2 x TP 2, sequence parallel; 4; {CP2} {TP2} --sequence-parallel
+CP 2 x PP 2; 4; {CP2} {PP2}
+TP 2 x interleaved PP 2; 4; {PP2} --num-layers-per-virtual-pipeline-stage 1 {TP2}
+CP 2 x DP 2, overlap; 4; {CP2} {OVERLAP}
+""")
 SLOW = CASES.keys() - {"TP 2, sequence parallel"}
 
 
@@ -64,7 +65,7 @@ def test_losses_and_gradient_norms_equal_megatrons(runs: Callable[..., Log], cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_token", [(PER_TOKEN,), ()], ids=["per token", "mean of means"])
-def test_masked_losses(
+def test_masked_losses_equal_megatrons(
     once: Callable[..., Log], short_documents: tuple[str, ...], per_token: tuple[str, ...]
 ) -> None:
     """Half of the tokens of some samples are masked; Megatron averages by its own rules."""
@@ -95,7 +96,9 @@ def _validation_losses(log: Log) -> list[float]:
 
 
 @pytest.mark.slow
-def test_megatrons_own_attention(tmp_path: Path, start: tuple[str, ...]) -> None:
+def test_beside_megatrons_own_attention_losses_are_the_same(
+    tmp_path: Path, start: tuple[str, ...]
+) -> None:
     """--lm-head-loss needs no other flag of ours."""
     expected = train(tmp_path / "megatron", 1, *start, PER_TOKEN)
     found = train(tmp_path / "chunked", 1, *start, PER_TOKEN, *CHUNKED)
@@ -106,13 +109,15 @@ def test_megatrons_own_attention(tmp_path: Path, start: tuple[str, ...]) -> None
 @pytest.mark.parametrize(
     "model", ["--hybrid-layer-pattern *-*-", "--use-mup --mup-base-hidden-size 16"]
 )
-def test_other_models(once: Callable[..., Log], data: tuple[str, ...], model: str) -> None:
+def test_other_models_equal_megatrons(
+    once: Callable[..., Log], data: tuple[str, ...], model: str
+) -> None:
     flags = (*data, *BURST, PER_TOKEN, *model.split(), "--train-iters", "5")
     check(model, once(1, *flags, *IN_CHUNKS), once(1, *flags))
 
 
 @pytest.mark.slow
-def test_bfloat16(runs: Callable[..., Log]) -> None:
+def test_bfloat16_equals_megatrons_loss_within_bfloat16(runs: Callable[..., Log]) -> None:
     """Half a unit in the last place of a bfloat16, as between numbers of ranks."""
     difference = losses_differ(
         runs(1, PER_TOKEN, "--bf16", *IN_CHUNKS), runs(1, PER_TOKEN, "--bf16")

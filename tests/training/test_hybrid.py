@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 
 from tests.tier import slow_if
-from tests.training.launcher import (
-    BURST,
-    LAYERS,
-    STEPS,
-    Log,
-    allowed,
-    largest_difference,
-    report,
-    train,
+from tests.training.launcher import BURST, LAYERS, STEPS, Log, allowed, report_steps, table, train
+from tests.training.test_equal_to_one_rank import (
+    CP2,
+    CP4,
+    EXPERTS,
+    OVERLAP,
+    PER_TOKEN,
+    PP2,
+    RECOMPUTE,
+    TP2,
 )
-from tests.training.test_equal_to_one_rank import CP2, EXPERTS, PER_TOKEN, RECOMPUTE, TP2
 
 SAME_LAYERS = ("--hybrid-layer-pattern", "*-" * LAYERS)
 OF_A_GPT = allowed(1e-6)
-OF_ONE_RANK = allowed(1e-4)
 
 
 def test_a_gpt_goes_on_as_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) -> None:
@@ -36,7 +35,7 @@ def test_a_gpt_goes_on_as_a_hybrid_model(tmp_path: Path, data: tuple[str, ...]) 
     found = train(tmp_path / "hybrid", 1, *flags, *SAME_LAYERS, "--load", checkpoint)
     steps = range(2, last + 1)
     assert set(found.losses) == set(steps) and len(steps) == len(STEPS)
-    report("hybrid after GPT", largest_difference(found, expected, steps), OF_A_GPT)
+    report_steps("hybrid after GPT", found, expected, OF_A_GPT, steps=steps)
 
 
 @pytest.fixture(scope="module")
@@ -77,140 +76,61 @@ UNDIVIDED = STATES.replace("heads 8", "heads 6").replace("heads 4", "heads 3")
 UNDIVIDED = UNDIVIDED.replace("groups 4", "groups 2")
 CONTIGUOUS = "--burst-layout contiguous"
 # The pattern without stages, further flags of the model, its stages, ranks and their flags.
-CASES: dict[str, tuple[str, str, str, int, str]] = {
-    "CP 2, experts": ("*E*-", EXPERTS, "", 2, CP2),
-    "PP 2 x CP 2, a stage without attention, fraction 0.5": (
-        *(DENSE, "", "*-*-|--"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
-    ),
-    "TP 2 x CP 2, sequence parallel, norms of queries and keys": (
-        *(DENSE, "--qk-layernorm", ""),
-        *(4, f"{CP2} {TP2} --sequence-parallel"),
-    ),
-    "DP 2 x CP 2, distributed optimizer, overlap": (
-        *(DENSE, "", ""),
-        *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    ),
-    "CP 4, query backward": (DENSE, "", "", 4, "--context-parallel-size 4 --burst-backward query"),
-    "CP 2, MLA": ("+-+-", MLA, "", 2, CP2),
-    "CP 2, latents": (
-        *("+-+-/+-", f"{MLA} --q-lora-rank 24 --qk-layernorm", ""),
-        *(2, f"{CP2} --burst-mla latent"),
-    ),
-    "PP 2 x CP 2, latents": (
-        *("+-+-", MLA, "+-|+-"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 --burst-mla latent"),
-    ),
-    "DP 2 x CP 2, distributed optimizer, overlap, latents": (
-        *("+-+-", MLA, ""),
-        *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --burst-mla latent"),
-    ),
-    "CP 2, segmented zigzag, documents": (
-        *(DENSE, "--dataloader-inter-document-masking", ""),
-        *(2, f"{CP2} --burst-layout segmented-zigzag"),
-    ),
-    "CP 2, selective recompute": (
-        *(DENSE, "", ""),
-        *(2, f"{CP2} --recompute-granularity selective --recompute-attention-fraction 0.5"),
-    ),
-    "CP 2, Mamba and GDN": ("M*G-", f"{MAMBA} {GDN}", "", 2, CP2),
-    "CP 2, all in zigzag, Mamba and GDN": (
-        *("M*G-", f"{MAMBA} {GDN}", ""),
-        *(2, f"{CP2} --burst-layout zigzag"),
-    ),
-    "PP 2 x CP 2, Mamba and GDN, fraction 0.5": (
-        *("M*G-", f"{MAMBA} {GDN}", "M*|G-"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
-    ),
-    "PP 2 x CP 2, virtual stages, fraction 0.5": (
-        *("M*G-", f"{MAMBA} {GDN}", "M|*|G|-"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE}"),
-    ),
-    "PP 2 x CP 2, virtual stages, MTP": (
-        *("*-*-/*-/*-", "", "|*-|*-|/*-/*-"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2"),
-    ),
-    "DP 2 x CP 2, distributed optimizer, overlap, Mamba, GDN and experts": (
-        *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
-        *(4, f"{CP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    ),
-    "CP 4, Mamba, GDN and experts": (
-        *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
-        *(4, "--context-parallel-size 4"),
-    ),
-    "TP 2 x CP 2, sequence parallel, Mamba": (
-        *("M*-M*-", MAMBA, ""),
-        *(4, f"{CP2} {TP2} --sequence-parallel"),
-    ),
-    "TP 2 x CP 2, sequence parallel, GDN and experts": (
-        *("G*EG*E", f"{EXPERTS} {GDN}", ""),
-        *(4, f"{CP2} {TP2} --sequence-parallel"),
-    ),
-    "CP 2, segmented zigzag, Mamba": ("M*-", MAMBA, "", 2, f"{CP2} {SEGMENTED}"),
-    "CP 4, segmented zigzag, Mamba, GDN, recompute": (
-        *("MG*-", f"{MAMBA} {GDN}", ""),
-        *(4, f"--context-parallel-size 4 {SEGMENTED} {RECOMPUTE}"),
-    ),
-    "TP 2 x CP 2, sequence parallel, segmented zigzag, border of experts": (
-        *("G*EG", f"{EXPERTS} {GDN}", ""),
-        *(4, f"{CP2} {TP2} --sequence-parallel {SEGMENTED}"),
-    ),
-    "PP 2 x CP 2, segmented zigzag, border between stages, fraction 0.5": (
-        *("M*G-", f"{MAMBA} {GDN}", "M|*G-"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 {SEGMENTED} {RECOMPUTE}"),
-    ),
-    "PP 2 x CP 2, segmented zigzag, borders inside stages, MLPs in chunks": (
-        *("M*-M", MAMBA, "M*-|M"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 {SEGMENTED} {BLOCKS} --mlp-chunks 2"),
-    ),
-    "CP 2, segmented zigzag, Mamba, MTP": (
-        "M*-/G*M/G*M",
-        f"{MAMBA} {GDN}",
-        "",
-        2,
-        f"{CP2} {SEGMENTED}",
-    ),
-    "CP 2, documents, Mamba and GDN": ("M*G-", STATES, "", 2, CP2),
-    "CP 4, segmented zigzag, documents, Mamba and GDN": (
-        *("MG*-", STATES, ""),
-        *(4, f"--context-parallel-size 4 {SEGMENTED}"),
-    ),
-    "TP 2 x CP 2, sequence parallel, balanced, documents": (
-        *("M*G-", STATES, ""),
-        *(4, f"{CP2} {TP2} --sequence-parallel --burst-layout balanced"),
-    ),
-    "PP 2 x CP 2, balanced, documents, fraction 0.5": (
-        *("M*G-", STATES, "M*G|-"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE} --burst-layout balanced"),
-    ),
-    "CP 2, documents, MTP": ("M*G-/M*-", STATES, "", 2, CP2),
-    "CP 2, contiguous, documents, Mamba and GDN": ("M*G-", STATES, "", 2, f"{CP2} {CONTIGUOUS}"),
-    "CP 4, contiguous, Mamba, GDN and experts": (
-        *("M*GE", f"{MAMBA} {GDN} {EXPERTS}", ""),
-        *(4, f"--context-parallel-size 4 {CONTIGUOUS}"),
-    ),
-    "CP 4, contiguous, documents, heads that do not divide": (
-        *("M*G-", UNDIVIDED, ""),
-        *(4, f"--context-parallel-size 4 {CONTIGUOUS}"),
-    ),
-    "TP 2 x CP 2, sequence parallel, contiguous, documents, Mamba and GDN": (
-        *("M*G-", STATES, ""),
-        *(4, f"{CP2} {TP2} --sequence-parallel {CONTIGUOUS}"),
-    ),
-    "PP 2 x CP 2, contiguous, documents, Mamba and GDN, fraction 0.5": (
-        *("M*G-", STATES, "M*|G-"),
-        *(4, f"{CP2} --pipeline-model-parallel-size 2 {RECOMPUTE} {CONTIGUOUS}"),
-    ),
-    "CP 2, contiguous, documents, MTP": (
-        *("M*G-/*-", STATES, ""),
-        *(2, f"{CP2} {CONTIGUOUS}"),
-    ),
-    "CP 2, Mamba by its other path": ("M*-", f"{MAMBA} --disable-mamba-mem-eff-path", "", 2, CP2),
-}
-FAST = {
-    "PP 2 x CP 2, a stage without attention, fraction 0.5",
-    "CP 2, documents, Mamba and GDN",
-}
+CASES: dict[str, tuple[str, str, str, int, str]] = table(f"""\
+CP 2, experts; *E*-; {EXPERTS}; ; 2; {CP2}
+PP 2 x CP 2, a stage without attention, fraction 0.5; {DENSE}; ; *-*-|--; 4; {CP2} {PP2} {RECOMPUTE}
+TP 2 x CP 2, sequence parallel, norms of queries and keys; {DENSE}; --qk-layernorm; ; 4; \
+{CP2} {TP2} --sequence-parallel
+DP 2 x CP 2, distributed optimizer, overlap; {DENSE}; ; ; 4; {CP2} {OVERLAP}
+CP 4, query backward; {DENSE}; ; ; 4; {CP4} --burst-backward query
+CP 2, MLA; +-+-; {MLA}; ; 2; {CP2}
+CP 2, latents; +-+-/+-; {MLA} --q-lora-rank 24 --qk-layernorm; ; 2; {CP2} --burst-mla latent
+PP 2 x CP 2, latents; +-+-; {MLA}; +-|+-; 4; {CP2} {PP2} --burst-mla latent
+DP 2 x CP 2, distributed optimizer, overlap, latents; +-+-; {MLA}; ; 4; \
+{CP2} --use-distributed-optimizer --overlap-grad-reduce --burst-mla latent
+CP 2, segmented zigzag, documents; {DENSE}; --dataloader-inter-document-masking; ; 2; \
+{CP2} {SEGMENTED}
+CP 2, selective recompute; {DENSE}; ; ; 2; \
+{CP2} --recompute-granularity selective --recompute-attention-fraction 0.5
+CP 2, Mamba and GDN; M*G-; {MAMBA} {GDN}; ; 2; {CP2}
+CP 2, all in zigzag, Mamba and GDN; M*G-; {MAMBA} {GDN}; ; 2; {CP2} --burst-layout zigzag
+PP 2 x CP 2, Mamba and GDN, fraction 0.5; M*G-; {MAMBA} {GDN}; M*|G-; 4; {CP2} {PP2} {RECOMPUTE}
+PP 2 x CP 2, virtual stages, fraction 0.5; M*G-; {MAMBA} {GDN}; M|*|G|-; 4; {CP2} {PP2} {RECOMPUTE}
+PP 2 x CP 2, virtual stages, MTP; *-*-/*-/*-; ; |*-|*-|/*-/*-; 4; {CP2} {PP2}
+DP 2 x CP 2, distributed optimizer, overlap, Mamba, GDN and experts; M*GE; \
+{MAMBA} {GDN} {EXPERTS}; ; 4; {CP2} {OVERLAP}
+CP 4, Mamba, GDN and experts; M*GE; {MAMBA} {GDN} {EXPERTS}; ; 4; {CP4}
+TP 2 x CP 2, sequence parallel, Mamba; M*-M*-; {MAMBA}; ; 4; {CP2} {TP2} --sequence-parallel
+TP 2 x CP 2, sequence parallel, GDN and experts; G*EG*E; {EXPERTS} {GDN}; ; 4; \
+{CP2} {TP2} --sequence-parallel
+CP 2, segmented zigzag, Mamba; M*-; {MAMBA}; ; 2; {CP2} {SEGMENTED}
+CP 4, segmented zigzag, Mamba, GDN, recompute; MG*-; {MAMBA} {GDN}; ; 4; \
+{CP4} {SEGMENTED} {RECOMPUTE}
+TP 2 x CP 2, sequence parallel, segmented zigzag, border of experts; G*EG; {EXPERTS} {GDN}; ; 4; \
+{CP2} {TP2} --sequence-parallel {SEGMENTED}
+PP 2 x CP 2, segmented zigzag, border between stages, fraction 0.5; M*G-; {MAMBA} {GDN}; M|*G-; 4; \
+{CP2} {PP2} {SEGMENTED} {RECOMPUTE}
+PP 2 x CP 2, segmented zigzag, borders inside stages, MLPs in chunks; M*-M; {MAMBA}; M*-|M; 4; \
+{CP2} {PP2} {SEGMENTED} {BLOCKS} --mlp-chunks 2
+CP 2, segmented zigzag, Mamba, MTP; M*-/G*M/G*M; {MAMBA} {GDN}; ; 2; {CP2} {SEGMENTED}
+CP 2, documents, Mamba and GDN; M*G-; {STATES}; ; 2; {CP2}
+CP 4, segmented zigzag, documents, Mamba and GDN; MG*-; {STATES}; ; 4; {CP4} {SEGMENTED}
+TP 2 x CP 2, sequence parallel, balanced, documents; M*G-; {STATES}; ; 4; \
+{CP2} {TP2} --sequence-parallel --burst-layout balanced
+PP 2 x CP 2, balanced, documents, fraction 0.5; M*G-; {STATES}; M*G|-; 4; \
+{CP2} {PP2} {RECOMPUTE} --burst-layout balanced
+CP 2, documents, MTP; M*G-/M*-; {STATES}; ; 2; {CP2}
+CP 2, contiguous, documents, Mamba and GDN; M*G-; {STATES}; ; 2; {CP2} {CONTIGUOUS}
+CP 4, contiguous, Mamba, GDN and experts; M*GE; {MAMBA} {GDN} {EXPERTS}; ; 4; {CP4} {CONTIGUOUS}
+CP 4, contiguous, documents, heads that do not divide; M*G-; {UNDIVIDED}; ; 4; {CP4} {CONTIGUOUS}
+TP 2 x CP 2, sequence parallel, contiguous, documents, Mamba and GDN; M*G-; {STATES}; ; 4; \
+{CP2} {TP2} --sequence-parallel {CONTIGUOUS}
+PP 2 x CP 2, contiguous, documents, Mamba and GDN, fraction 0.5; M*G-; {STATES}; M*|G-; 4; \
+{CP2} {PP2} {RECOMPUTE} {CONTIGUOUS}
+CP 2, contiguous, documents, MTP; M*G-/*-; {STATES}; ; 2; {CP2} {CONTIGUOUS}
+CP 2, Mamba by its other path; M*-; {MAMBA} --disable-mamba-mem-eff-path; ; 2; {CP2}
+""")
+FAST = {"PP 2 x CP 2, a stage without attention, fraction 0.5", "CP 2, documents, Mamba and GDN"}
 
 
 @pytest.mark.parametrize("case", slow_if(CASES.keys() - FAST, CASES))
@@ -226,7 +146,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_rank(
     if "MTP" in case:
         more += ["--save", str(tmp_path / "checkpoint")]
     found = train(tmp_path, ranks, *start, *flags.split(), *more)
-    report(case, largest_difference(found, expected, STEPS), OF_ONE_RANK)
+    report_steps(case, found, expected)
     check_the_choice(found.text, pattern, f"{model} {flags}")
     assert "burst check" in found.text or "--burst-check" not in more
 

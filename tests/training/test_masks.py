@@ -15,12 +15,12 @@ from tests.training.launcher import (
     Log,
     allowed,
     largest_difference,
-    report,
+    report_steps,
     run_module,
+    table,
     train,
 )
 
-TOLERANCE = allowed(1e-4)
 PER_TOKEN = "--calculate-per-token-loss"
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -68,7 +68,7 @@ def packed_runs(
 
 def differs(found: Log, other: Log) -> bool:
     """Whether they differ by far more than what is allowed where they are to be equal."""
-    return largest_difference(found, other, STEPS) > 100 * TOLERANCE
+    return largest_difference(found, other, STEPS) > 100 * allowed(1e-4)
 
 
 @slow
@@ -79,42 +79,35 @@ def test_windows_on_alternate_layers(
     stock = train(tmp_path, 1, *start, PER_TOKEN, *WINDOW.split())
     one = runs(1, PER_TOKEN, *WINDOW.split())
     two = runs(2, PER_TOKEN, *WINDOW.split(), *CP2.split())
-    report("window, Megatron's", largest_difference(one, stock, STEPS), TOLERANCE)
-    report("window, CP 2", largest_difference(two, one, STEPS), TOLERANCE)
+    report_steps("window, Megatron's", one, stock)
+    report_steps("window, CP 2", two, one)
     assert differs(one, runs(1, PER_TOKEN)), "the window has no effect"
 
 
 DOCUMENT_CASES = {"CP 2, balanced": (2, f"{CP2} {BALANCED}")}
-MORE_DOCUMENT_CASES = {
-    "CP 2": (2, CP2),
-    "CP 2 x TP 2, segmented": (4, f"{CP2} {TP2} {SEGMENTED}"),
-    "PP 4": (4, PP2.replace("2", "4")),
-    "CP 2 x interleaved PP 2, full recompute, segmented": (
-        4,
-        f"{CP2} {INTERLEAVED} {RECOMPUTE} {SEGMENTED}",
-    ),
-    "CP 2, chunked loss, segmented": (2, f"{CP2} {SEGMENTED} --lm-head-loss chunked"),
-    "CP 4 on two nodes, balanced": (4, f"{CP4} --burst-ranks-per-node 2 {BALANCED}"),
-    "TP 2 x CP 2, balanced": (4, f"{CP2} {TP2} {BALANCED}"),
-    "CP 2 x interleaved PP 2, fraction 0.5, balanced": (
-        4,
-        f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5 {BALANCED}",
-    ),
-    "CP 4 on two nodes, heads over 2, balanced": (
-        4,
-        f"{CP4} --burst-ranks-per-node 2 --burst-head-parallel-size 2 {BALANCED}",
-    ),
-    "CP 2, chunked loss, balanced": (2, f"{CP2} {BALANCED} --lm-head-loss chunked"),
-}
+MORE_DOCUMENT_CASES = table(f"""\
+CP 2; 2; {CP2}
+CP 2 x TP 2, segmented; 4; {CP2} {TP2} {SEGMENTED}
+PP 4; 4; {PP2.replace("2", "4")}
+CP 2 x interleaved PP 2, full recompute, segmented; 4; {CP2} {INTERLEAVED} {RECOMPUTE} {SEGMENTED}
+CP 2, chunked loss, segmented; 2; {CP2} {SEGMENTED} --lm-head-loss chunked
+CP 4 on two nodes, balanced; 4; {CP4} --burst-ranks-per-node 2 {BALANCED}
+TP 2 x CP 2, balanced; 4; {CP2} {TP2} {BALANCED}
+CP 2 x interleaved PP 2, fraction 0.5, balanced; 4; \
+{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5 {BALANCED}
+CP 4 on two nodes, heads over 2, balanced; 4; \
+{CP4} --burst-ranks-per-node 2 --burst-head-parallel-size 2 {BALANCED}
+CP 2, chunked loss, balanced; 2; {CP2} {BALANCED} --lm-head-loss chunked
+""")
 
 
 @pytest.mark.parametrize(
     "case", [*DOCUMENT_CASES, *(pytest.param(case, marks=slow) for case in MORE_DOCUMENT_CASES)]
 )
-def test_documents(packed_runs: Callable[..., Log], case: str) -> None:
+def test_steps_on_documents_equal_one_rank(packed_runs: Callable[..., Log], case: str) -> None:
     ranks, flags = (DOCUMENT_CASES | MORE_DOCUMENT_CASES)[case]
     one, found = packed_runs(1, DOCUMENTS), packed_runs(ranks, f"{DOCUMENTS} {flags}")
-    report(f"documents, {case}", largest_difference(found, one, STEPS), TOLERANCE)
+    report_steps(f"documents, {case}", found, one)
     assert ("tokens in documents are balanced over" in found.text) == ("balanced" in case)
 
 
@@ -123,7 +116,7 @@ def test_an_iteration_is_skipped(packed_runs: Callable[..., Log]) -> None:
     flags = f"{DOCUMENTS} --train-iters 2 --iterations-to-skip 1"
     found, one = packed_runs(2, f"{flags} {CP2}"), packed_runs(1, flags)
     assert found.losses.keys() == {2}
-    report("an iteration is skipped", largest_difference(found, one, [2]), TOLERANCE)
+    report_steps("an iteration is skipped", found, one, steps=range(2, 3))
 
 
 @slow
@@ -142,21 +135,21 @@ LEARNED = "--position-embedding-type learned_absolute"
 @pytest.mark.parametrize(
     ("model", "layout"), [(EXPERTS, ""), (EXPERTS, BALANCED), (LEARNED, SEGMENTED)]
 )
-def test_other_models(
+def test_other_models_equal_one_rank(
     tmp_path: Path, short_documents: tuple[str, ...], model: str, layout: str
 ) -> None:
     """Experts with a loss of their own; positions that are learned."""
     common = (*short_documents, *BURST, PER_TOKEN, *DOCUMENTS.split(), *model.split())
     one = train(tmp_path / "1", 1, *common)
     two = train(tmp_path / "2", 2, *common, *CP2.split(), *layout.split())
-    report(f"{model} {layout}", largest_difference(two, one, STEPS), TOLERANCE)
+    report_steps(f"{model} {layout}", two, one)
 
 
 @slow
-def test_a_block_mask(runs: Callable[..., Log], block_mask: str) -> None:
+def test_steps_under_a_block_mask_equal_one_rank(runs: Callable[..., Log], block_mask: str) -> None:
     one = runs(1, PER_TOKEN, *block_mask.split())
     two = runs(2, PER_TOKEN, *block_mask.split(), *CP2.split())
-    report("block mask", largest_difference(two, one, STEPS), TOLERANCE)
+    report_steps("block mask", two, one)
     assert differs(one, runs(1, PER_TOKEN)), "the block mask has no effect"
 
 
@@ -174,7 +167,7 @@ def test_segmented_zigzag_and_everything_at_once(
 ) -> None:
     masks = masks.replace("BLOCKS", block_mask)
     one, found = packed_runs(1, masks), packed_runs(ranks, f"{masks} {flags}")
-    report(f"{masks} {flags}", largest_difference(found, one, STEPS), TOLERANCE)
+    report_steps(f"{masks} {flags}", found, one)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.tier import slow_if
-from tests.training.launcher import BURST, Log, allowed, report
+from tests.training.launcher import BURST, Log, allowed, report, table
+from tests.training.test_equal_to_one_rank import OVERLAP
 from tests.training.test_masks import BALANCED, CP2, PP2, RECOMPUTE, SEGMENTED, TP2
 
 type Figures = dict[str, dict[int, float]]
@@ -27,13 +28,12 @@ LINEAR = (
 DOCUMENTS = "--dataloader-inter-document-masking"
 CHECK = "--burst-check reference"
 CHUNKED = "--lm-head-loss chunked --lm-head-chunk-size 100"
-OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 # Ranks and flags, of a run and of what it has to equal.
 CASES = {
     f"{name}, CP {ranks}{', chunked' if loss else ''}": (
-        (ranks, f"{model} --context-parallel-size {ranks} {loss}"),
-        (1, model),
+        *(ranks, f"{model} --context-parallel-size {ranks} {loss}"),
+        *(1, model),
     )
     for name, model, ranks, loss in (
         ("hybrid", HYBRID, 2, CHUNKED),
@@ -42,39 +42,26 @@ CASES = {
         ("GPT", GPT, 4, CHUNKED),
     )
 }
-CASES |= {
-    "hybrid, CP 2 x TP 2": ((4, f"{HYBRID} {CP2} {TP2} {CHUNKED}"), (2, f"{HYBRID} {TP2}")),
-    "hybrid, CP 2 x PP 2": ((4, f"{STAGES} {CP2} {CHUNKED}"), (2, STAGES)),
-    "GPT, CP 2, means, chunked": ((2, f"{MEANS} {CP2} {CHUNKED}"), (1, MEANS)),
-    "GPT, CP 2, recompute": ((2, f"{GPT} {CP2} {RECOMPUTE} {CHUNKED}"), (1, GPT)),
-    "GPT, CP 2 x PP 2, virtual stages": (
-        (4, f"{GPT} {CP2} {PP2} --num-layers-per-virtual-pipeline-stage 1 {CHUNKED}"),
-        (2, f"{GPT} {PP2} --num-layers-per-virtual-pipeline-stage 1"),
-    ),
-    "hybrid of Mamba and GDN, CP 2, chunked": ((2, f"{LINEAR} {CP2} {CHUNKED}"), (1, LINEAR)),
-    "hybrid, CP 2, fraction 0.5": (
-        (
-            2,
-            f"{HYBRID} {CP2} {RECOMPUTE} --recompute-attention-fraction 0.5 {CHECK}",
-        ),
-        (1, HYBRID),
-    ),
-    "GPT, CP 2, documents": ((2, f"{GPT} {DOCUMENTS} {CP2} {CHUNKED}"), (1, f"{GPT} {DOCUMENTS}")),
-    "GPT, CP 4, documents, balanced": (
-        (4, f"{GPT} {DOCUMENTS} --context-parallel-size 4 {BALANCED}"),
-        (1, f"{GPT} {DOCUMENTS}"),
-    ),
-    "hybrid, CP 2 x TP 2, documents, balanced, verified": (
-        (4, f"{HYBRID} {DOCUMENTS} {CP2} {TP2} {BALANCED} {CHUNKED} {CHECK}"),
-        (2, f"{HYBRID} {DOCUMENTS} {TP2}"),
-    ),
-    "GPT, CP 2 x PP 2, documents, balanced": (
-        (4, f"{GPT} {DOCUMENTS} {CP2} {PP2} {BALANCED}"),
-        (2, f"{GPT} {DOCUMENTS} {PP2}"),
-    ),
-    "hybrid, CP 2, segmented": ((2, f"{HYBRID} {CP2} {SEGMENTED} {CHUNKED}"), (1, HYBRID)),
-    "GPT, CP 2 x DP 2": ((4, f"{GPT} {CP2} {OVERLAP} {CHUNKED}"), (1, GPT)),
-}
+CASES |= table(f"""\
+hybrid, CP 2 x TP 2; 4; {HYBRID} {CP2} {TP2} {CHUNKED}; 2; {HYBRID} {TP2}
+hybrid, CP 2 x PP 2; 4; {STAGES} {CP2} {CHUNKED}; 2; {STAGES}
+GPT, CP 2, means, chunked; 2; {MEANS} {CP2} {CHUNKED}; 1; {MEANS}
+GPT, CP 2, recompute; 2; {GPT} {CP2} {RECOMPUTE} {CHUNKED}; 1; {GPT}
+GPT, CP 2 x PP 2, virtual stages; 4; {GPT} {CP2} {PP2} --num-layers-per-virtual-pipeline-stage 1 \
+{CHUNKED}; 2; {GPT} {PP2} --num-layers-per-virtual-pipeline-stage 1
+hybrid of Mamba and GDN, CP 2, chunked; 2; {LINEAR} {CP2} {CHUNKED}; 1; {LINEAR}
+hybrid, CP 2, fraction 0.5; 2; {HYBRID} {CP2} {RECOMPUTE} --recompute-attention-fraction 0.5 \
+{CHECK}; 1; {HYBRID}
+GPT, CP 2, documents; 2; {GPT} {DOCUMENTS} {CP2} {CHUNKED}; 1; {GPT} {DOCUMENTS}
+GPT, CP 4, documents, balanced; 4; {GPT} {DOCUMENTS} --context-parallel-size 4 {BALANCED}; 1; \
+{GPT} {DOCUMENTS}
+hybrid, CP 2 x TP 2, documents, balanced, verified; 4; {HYBRID} {DOCUMENTS} {CP2} {TP2} \
+{BALANCED} {CHUNKED} {CHECK}; 2; {HYBRID} {DOCUMENTS} {TP2}
+GPT, CP 2 x PP 2, documents, balanced; 4; {GPT} {DOCUMENTS} {CP2} {PP2} {BALANCED}; 2; {GPT} \
+{DOCUMENTS} {PP2}
+hybrid, CP 2, segmented; 2; {HYBRID} {CP2} {SEGMENTED} {CHUNKED}; 1; {HYBRID}
+GPT, CP 2 x DP 2; 4; {GPT} {CP2} {OVERLAP} {CHUNKED}; 1; {GPT}
+""")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +74,8 @@ def figures(once: Callable[..., Log], short_documents: tuple[str, ...]) -> Calla
 def test_training_equals_one_context_parallel_rank(
     figures: Callable[..., Figures], case: str
 ) -> None:
-    found, expected = (figures(*run) for run in CASES[case])
+    ranks, flags, *one = CASES[case]
+    found, expected = figures(ranks, flags), figures(*one)
     heads = [name for name in expected if name.startswith("mtp_") and name.endswith(" loss")]
     assert heads
     for name in ("lm loss", "grad-norm", *heads):
@@ -101,7 +89,7 @@ def test_training_equals_one_context_parallel_rank(
 
 
 @pytest.mark.slow
-def test_bfloat16(figures: Callable[..., Figures]) -> None:
+def test_bfloat16_equals_one_rank_within_bfloat16(figures: Callable[..., Figures]) -> None:
     """Half a unit in the last place of a bfloat16, as without MTP."""
     found = figures(2, f"{GPT} --bf16 {CP2} {CHUNKED}")
     expected = figures(1, f"{GPT} --bf16")

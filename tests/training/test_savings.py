@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tier import slow_if
-from tests.training.launcher import (
-    BURST,
-    HALF,
-    STEPS,
-    Log,
-    allowed,
-    largest_difference,
-    report,
-    train,
-)
+from tests.training.launcher import BURST, HALF, STEPS, Log, allowed, report_steps, table, train
 from tests.training.test_masks import CP2, PER_TOKEN, SEGMENTED, TP2
 
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
@@ -47,75 +38,52 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
 KEEP = "--recompute-attention-fraction"
 OFFLOAD, CHUNKS = "--recompute-offload", "--mlp-chunks 3"
 # One by one: ranks, flags of both, of one alone.
-ALONE = {
-    "offload, CP 2": (2, f"{CP2} {UNIFORM} 1 {KEEP} 0.5 {CHUNKS}", OFFLOAD),
-    "offload, by block": (1, f"{BLOCK} 1", OFFLOAD),
-    "offload, two layers a checkpoint": (1, f"{UNIFORM} 2 {KEEP} 0", OFFLOAD),
-    "offload, TP 2, spread over its ranks": (
-        2,
-        f"--tensor-model-parallel-size 2 --distribute-saved-activations {UNIFORM} 1",
-        OFFLOAD,
-    ),
-    "offload, evaluation": (
-        1,
-        f"{UNIFORM} 1 --eval-interval 2 --eval-iters 1 --split 90,10,0",
-        OFFLOAD,
-    ),
-    "MLPs, DP 2 with overlap": (2, OVERLAP, CHUNKS),
-    "MLPs, TP 2": (2, f"--tensor-model-parallel-size 2 {GATED}", CHUNKS),
-    "MLPs, biases, two layers a checkpoint": (1, f"{UNIFORM} 2", CHUNKS),
-    "attention": (1, "", f"{UNIFORM} 1 {KEEP} 0.5"),
-    "attention, CP 2": (2, CP2, f"{UNIFORM} 1 {KEEP} 0.5"),
-    "attention, all kept": (1, "", f"{UNIFORM} 1 {KEEP} 0.0"),
-    "attention, all again": (1, "", f"{UNIFORM} 1 {KEEP} 1.0"),
-    "attention, CP 2, all kept": (2, CP2, f"{UNIFORM} 1 {KEEP} 0.0"),
-    "attention, 4 micro-batches": (1, "--global-batch-size 8", f"{UNIFORM} 1 {KEEP} 0.5"),
-    "attention, by block, bfloat16": (1, "--bf16", f"{BLOCK} 1 {KEEP} 0.5"),
-    "attention, two layers a checkpoint": (1, "", f"{UNIFORM} 2 {KEEP} 0.3"),
-    "attention alone": (1, "", f"{SELECTIVE} {KEEP} 0.5"),
-    "attention alone, CP 2": (2, CP2, f"{SELECTIVE} {KEEP} 0.0"),
-    "attention, VPP, by block": (2, INTERLEAVED, f"{BLOCK} 1 {KEEP} 0.0"),
-    "attention, VPP, CP 2": (4, f"{CP2} {INTERLEAVED}", f"{UNIFORM} 1 {KEEP} 0.5"),
-    "attention, TP 2, CP 2": (4, f"{CP2} {TP2}", f"{UNIFORM} 1 {KEEP} 0.5"),
-    "attention, CP 2, in segments": (2, f"{CP2} {SEGMENTED}", f"{UNIFORM} 1 {KEEP} 0.25"),
-    "attention, CP 2, documents": (
-        2,
-        f"{CP2} --dataloader-inter-document-masking",
-        f"{UNIFORM} 1 {KEEP} 0.5",
-    ),
-    "attention alone, CP 2, windows": (
-        2,
-        f"{CP2} --window-size 20,0 --window-attn-skip-freq 2",
-        f"{SELECTIVE} {KEEP} 0.5",
-    ),
-    "attention, CP 2, evaluation": (
-        2,
-        f"{CP2} --split 90,10,0 --eval-iters 1 --eval-interval {HALF}",
-        f"{UNIFORM} 1 {KEEP} 0.5",
-    ),
-}
+ALONE = table(f"""\
+offload, CP 2; 2; {CP2} {UNIFORM} 1 {KEEP} 0.5 {CHUNKS}; {OFFLOAD}
+offload, by block; 1; {BLOCK} 1; {OFFLOAD}
+offload, two layers a checkpoint; 1; {UNIFORM} 2 {KEEP} 0; {OFFLOAD}
+offload, TP 2, spread over its ranks; 2; --tensor-model-parallel-size 2 \
+--distribute-saved-activations {UNIFORM} 1; {OFFLOAD}
+offload, evaluation; 1; {UNIFORM} 1 --eval-interval 2 --eval-iters 1 --split 90,10,0; {OFFLOAD}
+MLPs, DP 2 with overlap; 2; {OVERLAP}; {CHUNKS}
+MLPs, TP 2; 2; --tensor-model-parallel-size 2 {GATED}; {CHUNKS}
+MLPs, biases, two layers a checkpoint; 1; {UNIFORM} 2; {CHUNKS}
+attention; 1; ; {UNIFORM} 1 {KEEP} 0.5
+attention, CP 2; 2; {CP2}; {UNIFORM} 1 {KEEP} 0.5
+attention, all kept; 1; ; {UNIFORM} 1 {KEEP} 0.0
+attention, all again; 1; ; {UNIFORM} 1 {KEEP} 1.0
+attention, CP 2, all kept; 2; {CP2}; {UNIFORM} 1 {KEEP} 0.0
+attention, 4 micro-batches; 1; --global-batch-size 8; {UNIFORM} 1 {KEEP} 0.5
+attention, by block, bfloat16; 1; --bf16; {BLOCK} 1 {KEEP} 0.5
+attention, two layers a checkpoint; 1; ; {UNIFORM} 2 {KEEP} 0.3
+attention alone; 1; ; {SELECTIVE} {KEEP} 0.5
+attention alone, CP 2; 2; {CP2}; {SELECTIVE} {KEEP} 0.0
+attention, VPP, by block; 2; {INTERLEAVED}; {BLOCK} 1 {KEEP} 0.0
+attention, VPP, CP 2; 4; {CP2} {INTERLEAVED}; {UNIFORM} 1 {KEEP} 0.5
+attention, TP 2, CP 2; 4; {CP2} {TP2}; {UNIFORM} 1 {KEEP} 0.5
+attention, CP 2, in segments; 2; {CP2} {SEGMENTED}; {UNIFORM} 1 {KEEP} 0.25
+attention, CP 2, documents; 2; {CP2} --dataloader-inter-document-masking; {UNIFORM} 1 {KEEP} 0.5
+attention alone, CP 2, windows; 2; {CP2} --window-size 20,0 --window-attn-skip-freq 2; \
+{SELECTIVE} {KEEP} 0.5
+attention, CP 2, evaluation; 2; {CP2} --split 90,10,0 --eval-iters 1 --eval-interval {HALF}; \
+{UNIFORM} 1 {KEEP} 0.5
+""")
 # All at once: ranks, the fraction of attention that runs again, flags.
-CASES = {
-    "CP 2, experts, a shared one": (2, 0.5, f"{CP2} {GATED} {EXPERTS}"),
-    "CP 4, tied, biases": (4, 0, "--context-parallel-size 4 --add-qkv-bias"),
-    "one rank, MTP": (1, 0.5, f"--mtp-num-layers 1 {GATED}"),
-    "CP 2, TP 2, MTP": (4, 0, f"{CP2} {TP2} --mtp-num-layers 1"),
-    "PP 2, 4 micro-batches, untied": (2, 0.5, f"{PP2} --untie-embeddings-and-output-weights"),
-    "PP 2, 4 micro-batches, CP 2, MTP": (4, 1, f"{PP2} {CP2} --mtp-num-layers 1"),
-    "VPP, CP 2, documents": (4, 0.5, f"{INTERLEAVED} {CP2} {DOCUMENTS}"),
-    "hybrid, CP 4, documents": (4, 0.5, f"--context-parallel-size 4 {HYBRID} {DOCUMENTS}"),
-    "hybrid, TP 2, MTP": (2, 1, f"{TP2} {HYBRID}/*-"),
-    "hybrid, PP 2": (2, 0, f"{PP2} --hybrid-layer-pattern *-|*-"),
-    "hybrid, experts": (
-        2,
-        0,
-        f"{CP2} {EXPERTS.replace('--moe-layer-freq 2', '')} {GATED} --hybrid-layer-pattern *-*E",
-    ),
-    "DP 2 with overlap, documents, experts": (
-        2,
-        0.5,
-        f"{DOCUMENTS} {GATED} {EXPERTS} {OVERLAP}",
-    ),
+CASES = table(f"""\
+CP 2, experts, a shared one; 2; 0.5; {CP2} {GATED} {EXPERTS}
+CP 4, tied, biases; 4; 0; --context-parallel-size 4 --add-qkv-bias
+one rank, MTP; 1; 0.5; --mtp-num-layers 1 {GATED}
+CP 2, TP 2, MTP; 4; 0; {CP2} {TP2} --mtp-num-layers 1
+PP 2, 4 micro-batches, untied; 2; 0.5; {PP2} --untie-embeddings-and-output-weights
+PP 2, 4 micro-batches, CP 2, MTP; 4; 1; {PP2} {CP2} --mtp-num-layers 1
+VPP, CP 2, documents; 4; 0.5; {INTERLEAVED} {CP2} {DOCUMENTS}
+hybrid, CP 4, documents; 4; 0.5; --context-parallel-size 4 {HYBRID} {DOCUMENTS}
+hybrid, TP 2, MTP; 2; 1; {TP2} {HYBRID}/*-
+hybrid, PP 2; 2; 0; {PP2} --hybrid-layer-pattern *-|*-
+hybrid, experts; 2; 0; {CP2} {EXPERTS.replace("--moe-layer-freq 2", "")} {GATED} \
+--hybrid-layer-pattern *-*E
+DP 2 with overlap, documents, experts; 2; 0.5; {DOCUMENTS} {GATED} {EXPERTS} {OVERLAP}
+""") | {
     "Megatron-FSDP, CP 2 x DP 2, documents": (
         4,
         0.5,
@@ -146,7 +114,7 @@ def test_losses_and_gradient_norms_equal_those_without(
         uneven = savings.endswith("0.5") and CP2 in flags
         assert found.text.count("segmented-zigzag spreads them evenly") == uneven
     tolerance = 2**-8 if "--bf16" in flags else allowed(1e-5)
-    report(case, largest_difference(found, expected, STEPS), tolerance)
+    report_steps(case, found, expected, tolerance)
     if savings == OFFLOAD:
         assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
 
@@ -167,7 +135,7 @@ def test_an_interrupted_training_goes_on_with_and_without(
     assert resumed.losses == {step: expected.losses[step] for step in rest}
     assert resumed.grad_norms == {step: expected.grad_norms[step] for step in rest}
     without = train(tmp_path / "none", 2, *flags, *load)
-    report("resumed without", largest_difference(without, expected, rest), allowed(1e-5))
+    report_steps("resumed without", without, expected, allowed(1e-5), steps=rest)
 
 
 @pytest.mark.slow

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launcher import (
-    BURST,
-    STEPS,
-    Log,
-    allowed,
-    largest_difference,
-    report,
-    run_module,
-)
+from tests.training.launcher import BURST, Log, report_steps, run_module, table
 from tests.training.test_masks import (
     CP2,
     CP4,
@@ -27,28 +19,21 @@ from tests.training.test_masks import (
     TP2,
 )
 
-TOLERANCE = allowed(1e-4)
 # Flags of the model, ranks and their flags.
-CASES = {
-    "CP 2": ("", 2, CP2),
-    "CP 4": ("", 4, CP4),
-    "TP 2 x CP 2": ("", 4, f"{TP2} {CP2}"),
-    "PP 2": ("", 2, PP2),
-    "CP 2 x interleaved PP 2, recompute": (
-        *("", 4),
-        f"{CP2} {INTERLEAVED} {RECOMPUTE} --recompute-attention-fraction 0.5",
-    ),
-    "CP 2, chunked loss, query ring": (
-        *("", 2),
-        f"{CP2} --lm-head-loss chunked --burst-backward query",
-    ),
-    "CP 2, latents": (f"{MLA} rope", 2, CP2),
-    # Padded conversations, dealt out in a zigzag each, move to contiguous shards.
-    "CP 2, M and G": (STATES, 2, CP2),
-    "CP 4, M and G": (STATES, 4, CP4),
-    "CP 2, MTP": ("--mtp-num-layers 1", 2, CP2),
-    "CP 2, MTP, chunked loss": ("--mtp-num-layers 1", 2, f"{CP2} --lm-head-loss chunked"),
-}
+CASES = table(f"""\
+CP 2; ; 2; {CP2}
+CP 4; ; 4; {CP4}
+TP 2 x CP 2; ; 4; {TP2} {CP2}
+PP 2; ; 2; {PP2}
+CP 2 x interleaved PP 2, recompute; ; 4; {CP2} {INTERLEAVED} {RECOMPUTE} \
+--recompute-attention-fraction 0.5
+CP 2, chunked loss, query ring; ; 2; {CP2} --lm-head-loss chunked --burst-backward query
+CP 2, latents; {MLA} rope; 2; {CP2}
+CP 2, M and G; {STATES}; 2; {CP2}
+CP 4, M and G; {STATES}; 4; {CP4}
+CP 2, MTP; --mtp-num-layers 1; 2; {CP2}
+CP 2, MTP, chunked loss; --mtp-num-layers 1; 2; {CP2} --lm-head-loss chunked
+""")
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +55,17 @@ def conversations(
 @pytest.mark.parametrize(
     "case", ["CP 2", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
 )
-def test_sft(conversations: Callable[..., Log], case: str) -> None:
+def test_steps_of_sft_equal_one_rank(conversations: Callable[..., Log], case: str) -> None:
     model, ranks, flags = CASES[case]
     one, found = conversations(1, model), conversations(ranks, f"{model} {flags}")
-    report(f"sft, {case}", largest_difference(found, one, STEPS), TOLERANCE)
+    report_steps(f"sft, {case}", found, one)
 
 
 @pytest.mark.slow
 def test_sft_evaluated_and_verified(conversations: Callable[..., Log]) -> None:
     evaluated = "--split 50,50,0 --eval-iters 2 --eval-interval 2"
     one, found = (conversations(ranks, f"{evaluated} {cp}") for ranks, cp in ((1, ""), (2, CP2)))
-    report("sft, evaluation", largest_difference(found, one, STEPS), TOLERANCE)
+    report_steps("sft, evaluation", found, one)
     # Megatron's mean over ranks of their means under --sft, so near one rank's alone.
     losses, expected = (
         [

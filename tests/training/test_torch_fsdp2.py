@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.launcher import BURST, STEPS, allowed, largest_difference, report, train
+from tests.training.launcher import BURST, allowed, report_steps, train
 
 # Gradients of the size of roundings would tip the direction of a step of Adam.
 UNTIED = "--untie-embeddings-and-output-weights --adam-eps 1e-6"
@@ -38,4 +38,4 @@ def test_losses_and_gradient_norms_equal_those_without(
     found = train(tmp_path / "chunked", ranks, *flags, *more, module=shards)
     assert "chunked LM head loss: " in found.text and "--mlp-chunks 3: " in found.text
     # Megatron's gradients of weights that FSDP2 shards are averaged in another order.
-    report(f"FSDP2, {case}", largest_difference(found, expected, STEPS), 2 * allowed(1e-5))
+    report_steps(f"FSDP2, {case}", found, expected, 2 * allowed(1e-5))
