@@ -18,9 +18,9 @@ def is_thorough() -> bool:
 
 
 def examples(number: int) -> settings:
-    """The hypothesis settings of a property tried so often, a quarter as often in the fast tier."""
+    """The hypothesis settings of a property tried so often, a fifth as often in the fast tier."""
     return settings(
-        max_examples=number if is_thorough() else number // 4,
+        max_examples=number if is_thorough() else number // 5,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],  # by the clock, on a machine with more to do
     )

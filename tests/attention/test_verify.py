@@ -37,13 +37,7 @@ from megatron_burst.tools.command import main
 from megatron_burst.transport.comm import Transfers
 from tests import oracle
 from tests.attention.cases import Case as Shape
-from tests.attention.faults import (
-    lost_gradient,
-    no_fault,
-    replaced,
-    stale_buffer,
-    swapped_chunk,
-)
+from tests.attention.faults import lost_gradient, no_fault, replaced, stale_buffer, swapped_chunk
 from tests.plans.masks import Masking, hard_maskings
 from tests.tier import in_turn, some
 from tests.workers import Team, WorkerPool
@@ -306,13 +300,16 @@ def test_the_command_runs_over_all_ranks_of_the_job(workers: WorkerPool) -> None
     found = workers.run(8, command, "--algorithm burst ulysses --backward kv", "lost gradient")
     assert {status for status, _ in found} == {1}
     assert re.search(r"(?s)burst, kv.* dk on rank \d: error.*\nulysses, .* cannot run", found[0][1])
+
+
+@pytest.mark.slow
+def test_the_command_may_take_a_mesh(workers: WorkerPool) -> None:
     mesh = workers.run(8, command, "--backward kv --topology mesh --gpus-per-node 2")
+    assert {status for status, _ in mesh} == {0}
     assert "causal, float32, 2 x 2 kv mesh, cpu" in mesh[0][1]
 
 
-def test_the_kernel_that_it_names_is_that_of_the_last_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_kernel_that_it_names_is_that_of_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = iter((KERNELS["reference"], KERNELS["cpu"]))
     monkeypatch.setattr(preparing, "select_kernel", lambda *_: next(chosen))
     context, x = BurstContext.create(BurstConfig()), torch.ones(1, 4, 2, 8)
