@@ -80,7 +80,7 @@ def test_every_ring_under_masks_that_leave_little(
     topology=st.sampled_from([("flat", None), ("double", 1), ("double", 2), ("double", 4)]),
     data=st.data(),
 )
-def test_any_mask(
+def test_any_mask_equals_the_oracle(
     workers: WorkerPool,
     ranks: int,
     chunk: int,

@@ -16,13 +16,7 @@ from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import flat_grid
 from megatron_burst.plans.visibility.layout import zigzag
-from tests.attention.cases import (
-    Case,
-    answer,
-    logged,
-    run_cases,
-    variants,
-)
+from tests.attention.cases import Case, answer, logged, run_cases, variants
 from tests.attention.test_masks_on_rings import LAYOUT_NAMES, check
 from tests.plans.masks import Masking, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent
@@ -54,7 +48,7 @@ def case_of(config: dict[str, Any], scores: dict[str, Any], **more: Any) -> Case
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=str)
-def test_every_ring(workers: WorkerPool, config: dict[str, Any]) -> None:
+def test_every_ring_equals_the_oracle(workers: WorkerPool, config: dict[str, Any]) -> None:
     masks = hard_maskings(4, 4)
     names = ("window of a chunk", "documents that end one off", "blocks", "everything at once")
     chosen = [Masking(), *(masks[name] for name in names), Masking(False)]
@@ -67,7 +61,7 @@ def test_every_ring(workers: WorkerPool, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_hard_masks(workers: WorkerPool, ranks: int) -> None:
+def test_the_hard_masks_equal_the_oracle(workers: WorkerPool, ranks: int) -> None:
     scores, layouts = itertools.cycle(SCORES.values()), itertools.cycle(LAYOUT_NAMES)
     cases = [
         case_of({"layout": next(layouts)}, next(scores), chunk=6, masking=masking)
@@ -88,7 +82,7 @@ def test_the_hard_masks(workers: WorkerPool, ranks: int) -> None:
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_any_scores(
+def test_any_scores_equal_the_oracle(
     workers: WorkerPool,
     ranks: int,
     chunk: int,

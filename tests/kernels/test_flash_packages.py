@@ -77,8 +77,8 @@ def test_several_tiles_are_one_call(
         stand_in.calls = 0
 
 
-def test_a_soft_cap(kernel: Kernel, stand_in: StandIn) -> None:
-    contract.test_a_soft_cap(kernel, *CPU)
+def test_a_soft_cap_equals_the_oracle(kernel: Kernel, stand_in: StandIn) -> None:
+    contract.test_a_soft_cap_equals_the_oracle(kernel, *CPU)
     assert _cap(stand_in.last) == contract.SOFT_CAP
 
 

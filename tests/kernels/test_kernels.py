@@ -239,7 +239,7 @@ def test_any_out_with_the_same_row_products_serves_the_backward(
 
 
 @EVERY_KERNEL
-def test_a_soft_cap(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
+def test_a_soft_cap_equals_the_oracle(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     skip_without(kernel, device, dtype, soft_cap=SOFT_CAP)
     q, dout = (3 * draw(32, 8, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(32, 2, device, dtype, seed) for seed in (2, 3))

@@ -45,7 +45,7 @@ TARGETS = torch.zeros(2, 3, dtype=torch.long)
         ({"targets": TARGETS.t()}, r"targets \(3, 2\) do not fit hidden \(2, 3, 4\)"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], message: str) -> None:
+def test_what_is_no_input_is_refused(arguments: dict[str, Any], message: str) -> None:
     tensors = {"hidden": HIDDEN, "weight": WEIGHT, "targets": TARGETS}
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{**tensors, **arguments})

@@ -217,7 +217,7 @@ def test_every_layout_and_backward(
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
+def test_the_hard_masks_equal_the_oracle(workers: WorkerPool, size: int) -> None:
     """With 8 ranks the window of a chunk of the hybrid ring is one of 12 tokens."""
     turns = itertools.cycle(itertools.product(LAYOUT_NAMES, RINGS))
     cases = [
@@ -249,7 +249,7 @@ def test_the_hard_masks(workers: WorkerPool, size: int) -> None:
     has_sink=st.booleans(),
     data=st.data(),
 )
-def test_any_hybrid(
+def test_any_hybrid_equals_the_oracle(
     workers: WorkerPool,
     place: tuple[int, int],
     chunk: int,

@@ -58,7 +58,7 @@ def check(module: Any, visible: Tensor, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [(0, 0), (1, 0), (5, 0), (5, -1), (100, 0), (-1, 0), (-1, -1)])
-def test_megatrons_window(size: tuple[int, int]) -> None:
+def test_a_window_is_megatrons(size: tuple[int, int]) -> None:
     window = None if size[0] == -1 else size[0]
     check(
         build(config={"window_size": size}),
@@ -92,7 +92,7 @@ def test_window_layers_are_not_run_as_full_attention_accelerate_4177(
 
 @pytest.mark.parametrize("bounds", [(0, 24), (0, 1, 2, 23, 24), (0, 7, 19, 24)])
 @pytest.mark.parametrize("window", [None, 4])
-def test_documents(bounds: tuple[int, ...], window: int | None) -> None:
+def test_a_document_sees_itself_alone(bounds: tuple[int, ...], window: int | None) -> None:
     module = build(config={"window_size": None if window is None else (window, 0)})
     visible = oracle.visible_pairs(TOKENS, True, window=window, documents=bounds)
     check(module, visible, packed_seq_params=documents(*bounds))

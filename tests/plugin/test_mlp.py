@@ -222,5 +222,5 @@ def test_one_chunk_lives_at_a_time() -> None:
         (512, 3 * 14336, 1),
     ],
 )
-def test_automatic_chunks(tokens: int, between: int, chunks: int) -> None:
+def test_automatic_chunks_are_those_by_hand(tokens: int, between: int, chunks: int) -> None:
     assert choose_mlp_chunks(tokens, 4096, between) == chunks

@@ -94,7 +94,9 @@ def wanted(*numbers: int, run: Run) -> list[Tensor]:
 
 @pytest.mark.parametrize("fraction", [None, 0.3])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_gradients_and_copies(copies: Counter[str], run: Run, fraction: float | None) -> None:
+def test_gradients_are_the_same_and_inputs_are_copied_once(
+    copies: Counter[str], run: Run, fraction: float | None
+) -> None:
     model = Offloading(fraction)
     losses = [model(batch(number), run) for number in range(3)]
     assert copies == Counter(store=3 * CHECKPOINTS[run]) + Counter()
@@ -157,11 +159,7 @@ def test_an_input_comes_back_while_the_layer_behind_it_runs(
     assert seen == (LAYERS - 1) * ["fetch", "layer"] + ["layer"]
 
 
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def of_layers(layers: int, **settings: Any) -> Any:

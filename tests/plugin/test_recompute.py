@@ -189,7 +189,9 @@ def test_a_stale_result_would_show() -> None:
     ("fraction", "name", "order"),
     one_in(5, itertools.product([0.0, 0.3], RUNS, [(0, 1, 2), (2, 1, 0), (1, 2, 0)])),
 )
-def test_forwards_in_flight(fraction: float, name: str, order: tuple[int, ...]) -> None:
+def test_forwards_in_flight_find_what_is_theirs(
+    fraction: float, name: str, order: tuple[int, ...]
+) -> None:
     run = RUNS[name]
     model = Model(fraction)
     losses = [model(batch(number), run) for number in range(3)]
@@ -234,7 +236,7 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize(("name", "layer"), in_turn(RUNS, (0, 3)))
-def test_an_exception_between(name: str, layer: int) -> None:
+def test_an_exception_between_leaves_nothing_behind(name: str, layer: int) -> None:
     """In a forward and between forward and backward; new tensors may get the memory of the old."""
     model, run = Model(0.5), RUNS[name]
 

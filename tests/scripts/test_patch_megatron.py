@@ -142,6 +142,8 @@ def test_a_script_without_the_place_is_refused_with_the_lines(checkout: Path) ->
         (("--megatron", "/"), "/ is no checkout of Megatron-LM: it lacks megatron/core"),
     ],
 )
-def test_wrong_command_lines(checkout: Path, flags: tuple[str, ...], message: str) -> None:
+def test_wrong_command_lines_are_refused(
+    checkout: Path, flags: tuple[str, ...], message: str
+) -> None:
     done = patch(checkout, *flags)
     assert done.returncode == 2 and message in done.stderr

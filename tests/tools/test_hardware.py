@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: str, topology: s
     return hardware.read(tmp_path / "sys")
 
 
-def test_gpus_and_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_and_links_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = ROW.format("H200", "Disabled") * 2 + ROW.format("A10", "[N/A]")
     found = here(monkeypatch, tmp_path, rows, TOPOLOGY)
     assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA H200", "NVIDIA H200", "NVIDIA A10"]
@@ -54,13 +54,10 @@ def test_without_a_driver_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     found = hardware.read(tmp_path)
     assert (found["gpus"], found["links"], found["network"]) == ([], [], [])
-    assert list(machine.devices(found)) == [
-        "nvidia-smi finds no GPU",
-        "no InfiniBand or RoCE port",
-    ]
+    assert list(machine.devices(found)) == ["nvidia-smi finds no GPU", "no InfiniBand or RoCE port"]
 
 
-def test_network_ports(tmp_path: Path) -> None:
+def test_network_ports_have_a_state_and_a_rate(tmp_path: Path) -> None:
     port = tmp_path / "infiniband/mlx5_0/ports/1"
     port.mkdir(parents=True)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
@@ -73,10 +70,7 @@ def test_network_ports(tmp_path: Path) -> None:
     ]
     assert list(machine.devices({"gpus": [], "links": [], "network": hardware.network(tmp_path)}))[
         1:
-    ] == [
-        "mlx5_0:1: 400 Gb/sec (4X NDR), ",
-        "eth0: 25000 Mb/s, up",
-    ]
+    ] == ["mlx5_0:1: 400 Gb/sec (4X NDR), ", "eth0: 25000 Mb/s, up"]
 
 
 def test_a_node_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

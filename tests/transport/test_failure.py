@@ -109,7 +109,9 @@ def test_before_there_is_a_store_one_rank_of_a_node_reports(
     assert "rank 0 failed: ValueError: cause (" in fail(ValueError("cause"), capsys)[1]
 
 
-def test_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_status_that_is_given_stays_and_a_hidden_error_has_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for status in (0, 2):
         with pytest.raises(SystemExit) as leaving, failure.reported():
             raise SystemExit(status)

@@ -175,7 +175,9 @@ def test_a_gpt_goes_on_as_a_hybrid_model(
     report("hybrid after GPT", largest_difference(found, expected, steps), 1e-6)
 
 
-def test_by_the_patch(checkout: Path, train: Callable[..., Log], tmp_path: Path) -> None:
+def test_a_patched_fork_trains_alike(
+    checkout: Path, train: Callable[..., Log], tmp_path: Path
+) -> None:
     fork = tmp_path / "fork"
     shutil.copytree(checkout, fork)
     script = str(ROOT / "scripts" / "patch_megatron.sh")

@@ -29,12 +29,8 @@ FLAGS = ("--num-layers", "4", "--seq-length", "64")
         ("python -u -m megatron_burst.run x.py", "x.py", None, None, {}),
     ],
 )
-def test_forms(
-    start: str,
-    program: str,
-    nodes: int | None,
-    ranks: int | None,
-    environment: dict[str, str],
+def test_a_command_is_parted_into_launcher_program_and_flags(
+    start: str, program: str, nodes: int | None, ranks: int | None, environment: dict[str, str]
 ) -> None:
     line = split([*start.split(), *FLAGS], gpus_here=3)
     assert line == LaunchLine(program, FLAGS, True, nodes, ranks, environment)
