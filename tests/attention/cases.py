@@ -76,11 +76,7 @@ class Case:
     def expected(self, ranks: int) -> oracle.Result:
         visible = self.masking.visible(2 * ranks * self.chunk)
         return oracle.attention(
-            *self.inputs(ranks),
-            visible,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            sink=self.sink(),
+            *self.inputs(ranks), visible, scale=self.scale, soft_cap=self.soft_cap, sink=self.sink()
         )
 
     @property
@@ -112,10 +108,7 @@ type MakeContext = Callable[[Team, BurstConfig], BurstContext]
 
 
 def answer(
-    team: Team,
-    cases: Sequence[Case],
-    device: str = "cpu",
-    make_context: MakeContext = Team.context,
+    team: Team, cases: Sequence[Case], device: str = "cpu", make_context: MakeContext = Team.context
 ) -> list[Reply]:
     """One rank's part in the cases, one after the other."""
     contexts: dict[str, BurstContext] = {}

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from megatron_burst import Mask
 from megatron_burst.kernels import KernelInput
@@ -25,13 +22,7 @@ import budgets  # noqa: E402
 import pages  # noqa: E402
 
 ROWS = pages.read_csv(budgets.PAGE)
-FAST = {
-    "kv of 2 causal",
-    "kv / 2 causal",
-    "mesh causal",
-    "kv window",
-    "query documents",
-}
+FAST = {"kv of 2 causal", "kv / 2 causal", "mesh causal", "kv window", "query documents"}
 # By nodes and ring, of as many kv heads as query heads, causal: the largest are the numbers of
 # `ring_attention`, as those under other masks are, where all goes straight to who needs it.
 PROMISED = {

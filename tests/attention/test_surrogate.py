@@ -6,11 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_burst.attention.surrogate import (
-    row_products,
-    surrogate_factor,
-    surrogate_output,
-)
+from megatron_burst.attention.surrogate import row_products, surrogate_factor, surrogate_output
 from tests.tier import examples
 
 # Half the distance between neighbours above 1.

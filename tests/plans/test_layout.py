@@ -77,10 +77,7 @@ def test_one_rank_holds_everything_in_one_interval(make: Callable[[int, int], La
 
 def test_local_rows_follow_each_other_in_the_order_of_the_intervals() -> None:
     assert zigzag(24, 4).local_rows(1) == (Interval(0, 3), Interval(3, 6))
-    assert Layout(((range(4, 5), range(3)),)).local_rows(0) == (
-        Interval(0, 1),
-        Interval(1, 4),
-    )
+    assert Layout(((range(4, 5), range(3)),)).local_rows(0) == (Interval(0, 1), Interval(1, 4))
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -152,10 +152,9 @@ def test_the_plans_of_all_ranks_fit_together_and_do_the_whole_work_once(case: Ca
 def test_every_rank_computes_its_share(case: Case) -> None:
     pairs = [sum(tile.pairs for tile in tiles_of(plan)) for plan in case.plans]
     assert max(pairs) * len(pairs) <= 1.05 * sum(pairs)
-    at_home = {
-        Kind.KV: lambda tile: tile.query_owner,
-        Kind.QUERY: lambda tile: tile.key_owner,
-    }[case.variant.sent]
+    at_home = {Kind.KV: lambda tile: tile.query_owner, Kind.QUERY: lambda tile: tile.key_owner}[
+        case.variant.sent
+    ]
     assert all(at_home(tile) == plan.rank for plan in case.plans for tile in tiles_of(plan))
 
 

@@ -228,16 +228,10 @@ def test_batches_that_two_ranks_post_in_opposite_order(channel: Channel) -> None
 @pytest.mark.parametrize("gives_first", [False, True])
 def test_of_one_step_the_batch_that_lands_first_goes_first(gives_first: bool) -> None:
     mine, theirs = Item(Kind.KV, 0), Item(Kind.KV, 1)
-    step = Step(
-        receives=(Receive(theirs, 1, WITHIN, 1),),
-        sends=(Send(mine, 1, WITHIN, 0),),
-    )
+    step = Step(receives=(Receive(theirs, 1, WITHIN, 1),), sends=(Send(mine, 1, WITHIN, 0),))
     give = Step(sends=(Send(theirs, 0, WITHIN, 1),))
     take = Step(receives=(Receive(mine, 0, WITHIN, 1),))
-    plans = [
-        Plan(0, (step, Step())),
-        Plan(1, (give, take) if gives_first else (take, give)),
-    ]
+    plans = [Plan(0, (step, Step())), Plan(1, (give, take) if gives_first else (take, give))]
     if gives_first:
         with pytest.raises(PlanError, match="rank 0, step 0 waits to send kv of rank 0 to rank 1"):
             simulate(plans, backward=False)

@@ -111,10 +111,7 @@ def keys(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def copied(
-    settings: dict[str, Any],
-    source: Model,
-    with_ours: bool,
-    load: Callable[[Model, Model], None],
+    settings: dict[str, Any], source: Model, with_ours: bool, load: Callable[[Model, Model], None]
 ) -> str:
     """Load a checkpoint of `source` into a model of other weights; "" if they then are the same."""
     model = build(settings, with_ours)

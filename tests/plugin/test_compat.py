@@ -74,8 +74,7 @@ def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bo
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm"],
+    "name", ["layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm"]
 )
 def test_norm_refuses_what_torch_cannot_do(name: str) -> None:
     with pytest.raises(AssertionError, match=f"{name.removeprefix('layernorm_')} not supported"):
@@ -145,10 +144,7 @@ def test_apexs_norm_stays_the_last_one_where_it_can_be(
     ],
 )
 def test_what_is_installed_stays_megatrons_default(
-    installed: tuple[str, ...],
-    off: set[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    installed: tuple[str, ...], off: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in installed:
         (tmp_path / f"{name}.py").touch()

@@ -130,9 +130,7 @@ def test_what_is_between_mambas_projections_equals_its_parts(headdim: int | None
 def test_the_convolution_equals_its_loop(tokens: int) -> None:
     given = inputs((2, tokens, 6), (6, 4), (6,))
     check_equal(
-        lambda x, weight, bias: causal_convolution(x, weight, bias, "silu"),
-        convolution_loop,
-        given,
+        lambda x, weight, bias: causal_convolution(x, weight, bias, "silu"), convolution_loop, given
     )
 
 

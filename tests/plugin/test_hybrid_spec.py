@@ -206,9 +206,7 @@ def test_layers_that_cannot_stand_beside_ours_are_refused() -> None:
         empty_stack(spec, layer_type_list=["*", "-", "D"])
 
 
-def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mtp_layers_of_a_gpt_have_our_attention_and_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     last = "megatron.core.parallel_state.is_pipeline_last_stage"
     monkeypatch.setattr(last, lambda **_: True)
     transformer = config(mtp_num_layers=2)

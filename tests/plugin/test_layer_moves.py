@@ -187,8 +187,7 @@ def _trained(
         stack = Stack(part, recompute)
         if over is not None:
             config = SimpleNamespace(
-                sequence_parallel=over.spread > 1,
-                tensor_model_parallel_size=over.spread,
+                sequence_parallel=over.spread > 1, tensor_model_parallel_size=over.spread
             )
             groups = SimpleNamespace(tp_cp=over.group, tp=SimpleNamespace(rank=lambda: over.part))
             stage = SimpleNamespace(

@@ -193,11 +193,7 @@ def build(algorithm: str = "burst", **changes: Any) -> Any:
     fallback = changes.pop("fallback", DotProductAttention)
     options = {
         "config": TransformerConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_query_groups=2,
-            **settings,
+            num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, **settings
         ),
         "layer_number": 2,
         "attn_mask_type": AttnMaskType.causal,
@@ -325,10 +321,7 @@ def test_layers_share_what_they_plan() -> None:
             {"config": {"attention_dropout": 0.2}},
             "attention_dropout = 0.2: .*--attention-dropout 0",
         ),
-        (
-            {"config": {"window_size": (8, 4)}},
-            r"window_size = \(8, 4\): .* pass --window-size 8,0",
-        ),
+        ({"config": {"window_size": (8, 4)}}, r"window_size = \(8, 4\): .* pass --window-size 8,0"),
         ({"attention_type": "cross"}, "attention_type = cross: only self-attention"),
     ],
 )
@@ -404,9 +397,7 @@ def test_what_a_ring_would_have_to_ignore_is_refused(
         build()(q, k, v, mask, **options)
 
 
-def test_generation_is_refused_at_the_prompt_and_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_generation_is_refused_at_the_prompt_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module, (q, k, v, _) = build(), inputs()
     with pytest.raises(ValueError, match="our attention generates no tokens: drop --context-par"):
         module(q[:1], k, v, None)

@@ -48,12 +48,7 @@ A800 = Fabric(nvlinks=8, channels=16, gpus=8, nics=4, nic_rate=22e9)
     ],
 )
 def test_channels_of_a_communicator_and_of_a_peer(
-    fabric: Fabric,
-    nodes: int,
-    ranks: int,
-    most: int,
-    channels: int,
-    a_peer: int,
+    fabric: Fabric, nodes: int, ranks: int, most: int, channels: int, a_peer: int
 ) -> None:
     found = communicator(fabric, nodes, ranks, most)
     assert found == (nodes, nodes * ranks, channels, a_peer)

@@ -54,11 +54,7 @@ def test_the_cells_of_all_ranks_are_the_mask_once(
 
 @pytest.mark.parametrize(("name", "nodes"), [("docs/plan.svg", 1), ("docs/plan-double.svg", 2)])
 def test_the_figures_of_the_documentation_are_up_to_date(
-    plan_figure: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    nodes: int,
+    plan_figure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, nodes: int
 ) -> None:
     drawn: list[str] = []
     arrow = plan_figure.arrow

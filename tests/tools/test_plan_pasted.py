@@ -107,11 +107,7 @@ def test_a_command_that_cannot_be_read_is_refused(
         ({"cp-comm-type": "p2p"}, "ring", 1),
         ({"cp-comm-type": ["a2a", "a2a"]}, "ulysses", None),
         ({"cp-comm-type": "all_gather"}, "allgather", None),
-        (
-            {"cp-comm-type": "a2a+p2p", "hierarchical-context-parallel-sizes": ["4", "2"]},
-            "ring",
-            4,
-        ),
+        ({"cp-comm-type": "a2a+p2p", "hierarchical-context-parallel-sizes": ["4", "2"]}, "ring", 4),
         ({"cp-comm-type": "burst"}, "burst", None),
         ({"context-parallel-algo": "megatron"}, "ring", 1),
         ({"context-parallel-algo": "burst", "burst-head-parallel-size": "2"}, "burst", "2"),

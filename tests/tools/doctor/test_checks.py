@@ -156,13 +156,7 @@ def test_every_check_has_a_case_and_stands_in_the_documentation() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert len(set(rows)) == len(rows) and set(rows) == names
-    others = {
-        "memory",
-        "timeout",
-        "not-attached",
-        "lost-spec",
-        "no-end-tokens",
-    }
+    others = {"memory", "timeout", "not-attached", "lost-spec", "no-end-tokens"}
     assert names - {case[0] for case in CASES} == others
 
 
