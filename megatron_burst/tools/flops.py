@@ -69,8 +69,6 @@ def logged_step_flops(arguments: Mapping[str, str]) -> float | None:
     plain = set(given.get("hybrid-layer-pattern", "")) <= set("*-|")
     if any(name in given for name in (*UNCOUNTED, "window-size")) or not plain:
         return None
-    # It is padded already.
-    whole = {"vocab-size": given["padded-vocab-size"], "make-vocab-size-divisible-by": 1}
-    model, tokens = model_of(given | whole | {"tensor-model-parallel-size": 1}), given["seq-length"]
+    model, tokens = model_of(given | {"tensor-model-parallel-size": 1}), given["seq-length"]
     pairs = visible_pairs(Mask.causal(), int(tokens))
     return int(given["global-batch-size"]) * step_flops(model, int(tokens), pairs)

@@ -112,7 +112,8 @@ def model_of(given: Flags) -> Model:
         ValueError: one is missing, or the model has layers that are not counted.
     """
     layers = "hybrid-layer-pattern" if "hybrid-layer-pattern" in given else "num-layers"
-    needed = (layers, "hidden-size", "num-attention-heads", "vocab-size")
+    vocabulary = "padded-vocab-size" if "padded-vocab-size" in kept(given) else "vocab-size"
+    needed = (layers, "hidden-size", "num-attention-heads", vocabulary)
     if missing := [f"--{name}" for name in needed if name not in kept(given)]:
         raise ValueError(f"the model is not known without {', '.join(missing)}")
 
@@ -121,6 +122,7 @@ def model_of(given: Flags) -> Model:
     count, tensor = Counter(kinds), number("tensor-model-parallel-size")
     hidden, heads = number("hidden-size"), heads_of(given)
     padding = number("make-vocab-size-divisible-by", 128) * tensor
+    padded = -(-number("vocab-size") // padding) * padding
     # Megatron's default: three matrices of SwiGLU have about as many numbers as two others.
     usual = int(4 * hidden * 2 / 3 / 64) * 64 if given.get("swiglu") else 4 * hidden
     ffn, latents = number("ffn-hidden-size", usual), None
@@ -145,7 +147,7 @@ def model_of(given: Flags) -> Model:
         head_dim=heads.size,
         value_head_dim=heads.value_size,
         latents=latents,
-        vocabulary=-(-number("vocab-size") // padding) * padding,
+        vocabulary=number("padded-vocab-size", padded),
         tied=not given.get("untie-embeddings-and-output-weights"),
         positions=hidden * number("max-position-embeddings", 0) if _learns_positions(given) else 0,
         mtp=mtp,

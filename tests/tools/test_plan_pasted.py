@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_burst.tools.arguments.plan import parser
+from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import answer, pasted
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.pasted import Pasted, as_it_stands
@@ -77,6 +78,8 @@ def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     assert found.flags["recompute-granularity"] == "selective"
     known = read(words.replace("NullTokenizer", "GPT2BPETokenizer"))
     assert known.flags["vocab-size"] == 50257
+    padded = read(f"{words} --padded-vocab-size 201088")
+    assert model_of(padded.flags).vocabulary == 201088 and "vocab" not in padded.assumed
     packed = read(f"{WHOLE} --dataloader-inter-document-masking")
     assert "dataloader-inter-document-masking" not in packed.flags
     assert packed.assumed.startswith("a sequence is taken for one document")

@@ -88,7 +88,7 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
 def complete(flags: dict[str, Any], gpus: int) -> list[str]:
     """Add what Megatron takes where a command says nothing; return what of it is a guess."""
     flags.setdefault("global-batch-size", _sequences(flags, gpus))
-    if "vocab-size" in flags:
+    if {"vocab-size", "padded-vocab-size"} & flags.keys():
         return []
     tokenizer = str(flags.get("tokenizer-type"))
     flags["vocab-size"] = _VOCABULARY.get(tokenizer, _USUAL_VOCABULARY)
