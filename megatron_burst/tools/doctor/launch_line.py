@@ -23,6 +23,8 @@ OUR_ENTRIES = (OUR_ENTRY, "megatron_burst.pretrain_gpt")  # two names of one pro
 OUR_RUNNER = "megatron_burst.run"
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+STARTS = re.compile(r"(^|/)(torchrun|python[\d.]*)$")
+"""A word that starts a program; what is ahead of it starts a container or a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ def split(words: Sequence[str], gpus_here: int = 1, nodes: int | None = None) ->
         elif Path(word).name == "torchrun" or (word == "-m" and rest[:1] and rest[0] in _LAUNCHERS):
             found = _of_torchrun(rest[word == "-m" :], gpus_here, nodes)
             return replace(found, environment=environment)
+        elif word == "-m" and any(map(STARTS.search, rest)):
+            continue  # an option of what starts a container or a job
         elif (word == "-m" and rest) or word.endswith(".py"):
             return replace(_program(*words[i + (word == "-m") :]), environment=environment)
     raise ValueError(f"there is no training program in: {' '.join(words)}")

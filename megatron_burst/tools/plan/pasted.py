@@ -2,14 +2,13 @@
 
 import argparse
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from typing import Any
 
 from megatron_burst.config import Algorithm
-from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, LaunchLine, Target, split
+from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, STARTS, LaunchLine, Target, split
 from megatron_burst.tools.flags import Flags, arguments, parsed, whole
 from megatron_burst.tools.flags import variables as usual_variables
 from megatron_burst.tools.plan import memory
@@ -28,7 +27,6 @@ _THEIRS = (  # of Megatron's attention and loss, which ours stand in for
 )
 _VOCABULARY = {"GPT2BPETokenizer": 50257}  # of tokenizers that need no file to be known
 _USUAL_VOCABULARY = 128256  # of Llama 3
-_STARTS = re.compile(r"(^|/)(torchrun|python[\d.]*)$")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -167,8 +165,8 @@ class Change:
             before[-1:] = ["-m", OUR_RUNNER, line.program]
         before = [word for word in before if word.partition("=")[0] not in self.environment]
         assigned = [f"{name}={v}" for name, v in self.environment.items() if v is not None]
-        starts = (i for i, word in enumerate(before) if _STARTS.search(word))
-        at = next(starts, 0)  # behind what starts a container or a job
+        starts = (i for i, word in enumerate(before) if STARTS.search(word))
+        at = next(starts, 0)
         if assigned and not all("=" in word for word in before[:at]):
             assigned = ["env", *assigned]
         return [*before[:at], *assigned, *before[at:], *self.of_words(line.flags)]

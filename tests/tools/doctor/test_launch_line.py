@@ -27,6 +27,8 @@ FLAGS = ("--num-layers", "4", "--seq-length", "64")
         ),
         ("torchrun -m megatron_burst.run there/pretrain_gpt.py", "there/pretrain_gpt.py", 1, 1, {}),
         ("python -u -m megatron_burst.run x.py", "x.py", None, None, {}),
+        ("numactl -m 0 python -m megatron_burst.run x.py", "x.py", None, None, {}),
+        ("docker run -m 9g image torchrun --nnodes 2 -m megatron_burst.run x.py", "x.py", 2, 1, {}),
     ],
 )
 def test_a_command_is_parted_into_launcher_program_and_flags(
