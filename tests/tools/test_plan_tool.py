@@ -372,6 +372,8 @@ UNRANKED = """\
     --hybrid-override-pattern M-*- cannot be predicted here: give it as --hybrid-layer-
 --run qwen3_30b_a3b_128k_64gpu_h100 -- --tensor-model-parallel-size 2
     refuses them in their first forward without --sequence-parallel
+--run toy -- --expert-tensor-parallel-size 3
+    --expert-tensor-parallel-size: 4 ranks of a stage do not divide over 3
 --run toy -- --num-layers-per-virtual-pipeline-stage 1
     the | of --hybrid-layer-pattern part a HybridModel
 --run toy -- --hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2

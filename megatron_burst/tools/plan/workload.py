@@ -130,14 +130,14 @@ class Workload:
         if self.tensor != self.expert_tensor:
             those = f"ranks of a stage over {self.expert_tensor} of each expert"
         for kind, size, what, count in (
-            ("tensor", self.tensor, "attention heads", self.model.heads),
-            ("expert", self.expert, "experts", experts),
+            ("tensor-model", self.tensor, "attention heads", self.model.heads),
+            ("expert-model", self.expert, "experts", experts),
             ("expert-tensor", self.expert_tensor, "ranks of a stage", ranks),
-            ("expert", self.expert, those, ranks // self.expert_tensor),
+            ("expert-model", self.expert, those, ranks // self.expert_tensor),
         ):
             if count % size:
                 text = f"{count} {what} do not divide over {size}; {_of(count)}"
-                raise ValueError(f"--{kind}-model-parallel-size: {text}")
+                raise ValueError(f"--{kind}-parallel-size: {text}")
 
     @property
     def data(self) -> int:
