@@ -205,6 +205,7 @@ def test_megatron_accepts_the_commands(detached: None, printed: Printed) -> None
         ({"exp-avg-dtype": "bf16"}, "--exp-avg-dtype bf16 cannot"),
         ({"exp-avg-sq-dtype": "bf16"}, "--exp-avg-sq-dtype bf16 cannot"),
         ({"main-params-dtype": "fp16"}, "--main-params-dtype fp16 cannot"),
+        ({"megatron-fsdp-main-grads-dtype": "fp32"}, "the weights' own alone is"),
         ({"cpu-offloading-num-layers": 4}, "4 cannot be predicted here: what it moves is not"),
         ({"fp4-format": "e2m1"}, "--fp4-format e2m1 cannot"),
         ({"attention-output-gate": True}, "--attention-output-gate True cannot"),
@@ -218,6 +219,7 @@ def test_what_is_not_modelled_is_said(flags: dict[str, Any], reason: str) -> Non
 def test_what_megatron_takes_without_being_told_is_modelled() -> None:
     usual = {"optimizer": "adam", "exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32"}
     usual |= {"num-distributed-optimizer-instances": "1", "mtp-num-layers": "1"}
+    usual |= {"megatron-fsdp-main-grads-dtype": "bf16"}  # the weights' own
     flags = given("llama3_8b", global_batch_size=8) | usual
     assert workload_of(flags, H100, 8).model.mtp == 1
 

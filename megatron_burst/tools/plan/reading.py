@@ -70,7 +70,7 @@ _ALLOWED = {
     "main-params-dtype": ("fp32",),
     "main-grads-dtype": ("fp32",),
     "megatron-fsdp-main-params-dtype": ("fp32",),
-    "megatron-fsdp-main-grads-dtype": ("auto",),
+    "megatron-fsdp-main-grads-dtype": ("auto", "bf16"),
 }
 _VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 _flags = cache(flags)
