@@ -73,7 +73,7 @@ class Comparison:
         if self.faults or not self.apart:
             return self.faults or ["there was nothing to compare"]
         worst = max(difference.relative for difference in self.apart.values())
-        steps = min(self.judged_steps, max(result.steps for result in self.ran))
+        steps = min(self.judged_steps, *(result.steps for result in self.ran))
         return [
             f"all losses of the first {steps} steps agree with those of {self.reference} within "
             f"{worst:.1e} (allowed: {self.tolerance:.0e})"

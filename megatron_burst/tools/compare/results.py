@@ -118,20 +118,19 @@ def _exposed(directory: Path) -> Mapping[str, float | None] | None:
 def differences(results: Sequence[Result], reference: str, first: int) -> dict[str, Difference]:
     """Return, by name, how far losses of the `first` steps are from the reference's.
 
+    Of them those that both logged: a run may end before another, by a limit of its time.
+
     Raises:
-        ValueError: two runs did not log the same steps.
+        ValueError: there is no such step.
     """
-    losses = {result.name: result.losses for result in results if result.status == RAN}
-    expected = losses.pop(reference)
+    losses = {result.name: dict(result.losses) for result in results if result.status == RAN}
+    expected = [*losses.pop(reference).items()][:first]
     by_name = {}
     for name, series in losses.items():
-        if [step for step, _ in series] != [step for step, _ in expected]:
-            raise ValueError(
-                f"{name!r} logged {len(series)} steps, {reference!r} logged {len(expected)}: "
-                "runs can be compared only step by step"
-            )
-        pairs = zip(series[:first], expected[:first], strict=True)
-        apart = [(abs(a - b) / abs(b) if b else math.nan, step) for (step, a), (_, b) in pairs]
+        pairs = [(series[step], b, step) for step, b in expected if step in series]
+        if not pairs:
+            raise ValueError(f"{name!r} logged none of the first {first} steps of {reference!r}")
+        apart = [(abs(a - b) / abs(b) if b else math.nan, step) for a, b, step in pairs]
         relative, step = max(apart, key=lambda x: math.inf if math.isnan(x[0]) else x[0])
         by_name[name] = Difference(relative=relative, step=step)
     return by_name
