@@ -1,5 +1,6 @@
 """Reads the scalars of one training run from the TensorBoard directory Megatron wrote."""
 
+import logging
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,9 +18,7 @@ def read_scalars(path: Path) -> dict[str, Series]:
     """
     if not any(path.glob("*tfevents*")):
         raise ValueError(f"{path}: no TensorBoard events here (--tensorboard-dir of the training)")
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0})
-    events.Reload()
-    scalars = {}
+    events, scalars = _read(path, "scalars", 0), {}
     for tag in events.Tags()["scalars"]:
         written = sorted(events.Scalars(tag), key=lambda event: event.wall_time)
         scalars[tag] = sorted({event.step: event.value for event in written}.items())
@@ -28,11 +27,18 @@ def read_scalars(path: Path) -> dict[str, Series]:
 
 def read_arguments(path: Path) -> dict[str, str]:
     """All arguments of Megatron that the run wrote at its start, as text, by name."""
-    events = EventAccumulator(str(path), size_guidance={"tensors": 1})
-    events.Reload()
+    events = _read(path, "tensors", 1)
     suffix = "/text_summary"
     return {
         tag.removesuffix(suffix): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
         for tag in events.Tags()["tensors"]
         if tag.endswith(suffix)
     }
+
+
+def _read(path: Path, kind: str, most: int) -> EventAccumulator:
+    """Load the files, without a word of it where Megatron, imported, has all packages log."""
+    logging.getLogger("tensorboard").setLevel(logging.WARNING)
+    events = EventAccumulator(str(path), size_guidance={kind: most})
+    events.Reload()
+    return events

@@ -4,6 +4,7 @@ One toy of real trainings in the slow tier.
 """
 
 import json
+import logging
 import math
 import os
 import signal
@@ -458,12 +459,16 @@ def test_one_differing_step_is_found_and_named(bad: float) -> None:
         differences([ran("a", losses), ran("b", losses, 21)], "a", 20)
 
 
-def test_scalars_are_read_whole_and_of_a_step_written_twice_the_last(tmp_path: Path) -> None:
+def test_scalars_are_read_whole_and_of_a_step_written_twice_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)  # as Megatron sets it when it is imported
     for first_step, count, value in ((1, 1200, 1.0), (2, 2, 3.5)):
         with SummaryWriter(str(tmp_path / "events")) as writer:
             for step in range(first_step, first_step + count):
                 writer.add_scalar("lm loss", value, step)
     found = read_scalars(tmp_path / "events")["lm loss"]
+    assert not caplog.records
     assert len(found) == 1200, "more than TensorBoard samples"
     assert found[:4] == [(1, 1.0), (2, 3.5), (3, 3.5), (4, 1.0)]
     for path in (tmp_path, tmp_path / "absent"):
