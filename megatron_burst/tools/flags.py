@@ -145,6 +145,13 @@ class Heads(NamedTuple):
         """Return the query and kv heads of one of so many tensor-parallel ranks."""
         return self.query // tensor, max(self.kv // tensor, 1)
 
+    def why_no_a2a(self, tensor: int, ranks: int) -> str:
+        """Say why Megatron's all-to-all over so many ranks cannot have them; it copies none."""
+        query, kv = self.of_rank(tensor)
+        if query % ranks == kv % ranks == 0:
+            return ""
+        return f"{query} query and {kv} kv heads of a tensor-parallel rank do not divide by {ranks}"
+
 
 def heads_of(given: Flags) -> Heads:
     """Read the heads of attention from Megatron's flags."""

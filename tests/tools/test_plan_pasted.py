@@ -130,6 +130,11 @@ def test_megatrons_attention_is_that_of_a_baseline(
 def test_attention_that_is_not_one_known_way_is_not_predicted(named: object) -> None:
     with pytest.raises(ValueError, match="layers that differ|is not known: burst"):
         as_it_stands({"cp-comm-type": named})
+    heads = {"num-attention-heads": "32", "group-query-attention": True, "num-query-groups": "8"}
+    two = {"cp-comm-type": "a2a+p2p", "hierarchical-context-parallel-sizes": ["16", "2"]}
+    for flags in ({"cp-comm-type": "a2a", "context-parallel-size": "16"}, two):
+        with pytest.raises(ValueError, match="32 query and 8 kv heads .* do not divide by 16"):
+            as_it_stands({**heads, **flags})
 
 
 def test_a_whole_command_has_three_answers(megatron: None, printed: Printed) -> None:

@@ -145,10 +145,7 @@ def _megatrons(job: Job, size: str) -> Iterator[tuple[str, str, str]]:
 def _why_no_a2a(job: Job, spread: int) -> str:
     if spread < 2 or job.context % spread:
         return f"{job.context} context-parallel ranks do not divide into groups of {spread}"
-    if (heads := job.heads_of_a_rank) and any(count % spread for count in heads):
-        of_a_rank = f"{heads[0]} query and {heads[1]} kv heads of a tensor-parallel rank"
-        return f"{of_a_rank} do not divide by {spread}"
-    return ""
+    return job.heads.why_no_a2a(job.tensor, spread) if job.heads else ""
 
 
 def _ours(job: Job) -> Iterator[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from megatron_burst.plugin.limits import MEGATRON
 from megatron_burst.tools.doctor.launch_line import LaunchLine, Target
 from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.doctor.report import Finding, Level
-from megatron_burst.tools.flags import DOCUMENTS
+from megatron_burst.tools.flags import DOCUMENTS, flags_of, heads_of
 
 BURST = "--context-parallel-algo burst"
 _LOOKED_AT = 64  # documents
@@ -181,6 +181,12 @@ def _megatrons_attention(args: Namespace) -> Iterator[Finding]:
                 "older versions may leave them out without a word"
             )
             yield Finding("te-features", _ERROR, text, BURST)
+    levels = args.hierarchical_context_parallel_sizes or [1]
+    heads = heads_of(flags_of(vars(args))) if args.num_attention_heads else None
+    for kind, ranks in (("a2a", args.context_parallel_size), ("a2a+p2p", levels[0])):
+        tensor = args.tensor_model_parallel_size
+        if kind in types and heads and (why := heads.why_no_a2a(tensor, ranks)):
+            yield Finding("divisibility", _ERROR, f"--cp-comm-type {kind}: {why}", BURST)
 
 
 def _megatrons_chunks(args: Namespace) -> Iterator[Finding]:

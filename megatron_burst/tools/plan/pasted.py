@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_burst.config import Algorithm
 from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, STARTS, LaunchLine, Target, split
-from megatron_burst.tools.flags import Flags, arguments, parsed, whole
+from megatron_burst.tools.flags import Flags, arguments, heads_of, parsed, whole
 from megatron_burst.tools.flags import variables as usual_variables
 from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.advice import savings_that_fit
@@ -129,6 +129,10 @@ def as_it_stands(flags: Flags) -> dict[str, Any]:
     }
     if names[0] not in known:
         raise ValueError(f"--{_TYPE} {names[0]} is not known: {', '.join(known)}")
+    ranks = {"a2a": whole(flags, "context-parallel-size"), "a2a+p2p": degree}.get(names[0], 1)
+    tensor = whole(flags, "tensor-model-parallel-size")
+    if "num-attention-heads" in flags and (why := heads_of(flags).why_no_a2a(tensor, ranks)):
+        raise ValueError(f"--{_TYPE} {names[0]}: {why}")
     return {**flags, **known[names[0]]}
 
 

@@ -102,6 +102,8 @@ CASES = [
     ("megatrons-chunks", W, f"--recompute-granularity full {CHUNKS}", ""),
     ("megatrons-chunks", None, CHUNKS, ""),
     ("divisibility", E, "--group-query-attention --num-query-groups 5", ""),
+    ("divisibility", E, "--group-query-attention --num-query-groups 4 --cp-comm-type a2a", ""),
+    ("divisibility", None, "--group-query-attention --num-query-groups 8 --cp-comm-type a2a", ""),
     ("divisibility", E, "--sequence-parallel --tensor-model-parallel-size 5", ""),
     ("divisibility", E, "--num-experts 32 --expert-model-parallel-size 32", ""),
     ("divisibility", None, "--num-experts 16 --expert-model-parallel-size 16", ""),
