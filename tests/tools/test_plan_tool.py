@@ -374,6 +374,11 @@ UNRANKED = """\
     refuses them in their first forward without --sequence-parallel
 --run toy -- --expert-tensor-parallel-size 3
     --expert-tensor-parallel-size: 4 ranks of a stage do not divide over 3
+--run toy -- --group-query-attention --num-query-groups 3
+    it has to divide --num-att
+--run toy -- --group-query-attention --num-query-groups 6 --num-attention-heads 12 \
+--tensor-model-parallel-size 4 --context-parallel-size 1
+    it has to divide --num-att
 --run toy -- --num-layers-per-virtual-pipeline-stage 1
     the | of --hybrid-layer-pattern part a HybridModel
 --run toy -- --hybrid-layer-pattern *-|*-|*- --pipeline-model-parallel-size 2

@@ -119,7 +119,13 @@ class Workload:
             )
 
     def _check_model(self) -> None:
-        """Check that heads and experts divide over their ranks."""
+        """Check that heads go with KV heads, and divide over their ranks, as experts do."""
+        heads, kv_heads = self.model.heads, self.model.kv_heads
+        if heads % kv_heads or max(kv_heads, self.tensor) % min(kv_heads, self.tensor):
+            raise ValueError(
+                f"--num-query-groups {kv_heads}: it has to divide --num-attention-heads {heads}, "
+                f"and --tensor-model-parallel-size {self.tensor} or be divided by it"
+            )
         experts = max((part.experts for part in self.model.parts.values()), default=1)
         if experts > 1 and self.tensor > 1 and not self.sequence_parallel:
             raise ValueError(
