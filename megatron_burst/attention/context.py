@@ -174,7 +174,7 @@ class BurstContext:
         """Return the layout of a call, `given` with it or the configuration's.
 
         Raises:
-            ValueError: it is of another sequence or of other ranks.
+            ValueError: it is of another sequence or of other ranks, or no layout.
         """
         layout = given or self.layout(tokens)
         if (layout.tokens, layout.ranks) != (tokens, self.ranks):
@@ -182,6 +182,7 @@ class BurstContext:
                 f"the layout is of {layout.tokens} tokens on {layout.ranks} ranks, but q has "
                 f"{tokens} on {self.ranks}"
             )
+        layout.check()
         return layout
 
 

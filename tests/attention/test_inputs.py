@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, linear_cross_entropy, ring_attention
+from megatron_burst.plans.visibility.layout import Layout
 from tests.workers import Team, WorkerPool
 
 
@@ -52,6 +53,12 @@ def test_tensors_that_do_not_fit_are_refused_with_their_shapes(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ring_attention(q, k, v, context, mask=Mask.causal())
+
+
+def test_a_layout_that_has_a_token_twice_is_refused(context: BurstContext) -> None:
+    with pytest.raises(ValueError, match="each token to one rank"):
+        layout = Layout(((range(3), range(2, 3)),))
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), layout=layout)
 
 
 SINK = r"one score a query head, \[8\]; got "

@@ -120,6 +120,22 @@ def test_a_sequence_that_does_not_divide_is_refused_with_its_numbers(
         make(tokens, ranks)
 
 
+@pytest.mark.parametrize(
+    "shards",
+    [
+        ((range(4),), (range(2, 6),)),
+        ((range(4),), (range(4, 6),)),
+        ((range(4),), (range(6, 10),)),
+        ((range(2), range(4, 8, 2)), (range(2, 4), range(5, 8, 2))),
+        ((range(3, -1, -1),), (range(7, 3, -1),)),
+    ],
+    ids=["twice", "unequal", "beyond the end", "two steps", "backwards"],
+)
+def test_a_layout_that_is_none_is_refused(shards: tuple[tuple[range, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="each token to one rank, .* begin with .range"):
+        Layout(shards).check()
+
+
 def test_a_tensor_of_another_length_is_refused_with_its_shape() -> None:
     with pytest.raises(ValueError, match=r"expected 8 tokens along dim 1, got \(8, 6\)"):
         zigzag(8, 2).shard(torch.zeros(8, 6), 0, dim=1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,26 @@ class Layout:
     def documents(self) -> tuple[int, ...] | None:
         """The lengths of documents that are each in zigzag, where it is made of them."""
         return self.shards.lengths if isinstance(self.shards, _ZigzagOfEach) else None
+
+    def check(self) -> None:
+        """Raise a ValueError unless each token is on one rank, and ranges have one step.
+
+        Between ranges of several steps what is seen is no band.
+        """
+        if self.documents is not None:  # which are right as they are made
+            return
+        ranges = [r for shard in self.shards for r in shard if r]
+        start, stop, steps = np.array([(r.start, r[-1] + r.step, r.step) for r in ranges]).T
+        step, sizes = steps[0], {sum(map(len, shard)) for shard in self.shards}
+        order = np.lexsort((start, start % step))
+        start, stop = start[order], stop[order]
+        fits = len(sizes) == 1 and step > 0 and (steps == step).all() and start.min() >= 0
+        fits &= stop.max() - step < self.tokens
+        if not fits or ((start[1:] < stop[:-1]) & (np.diff(start % step) == 0)).any():
+            raise ValueError(
+                "a layout gives each token to one rank, as many to each, in ranges of one step; "
+                f"got ranges that begin with {ranges[:4]}"
+            )
 
     def local_rows(self, rank: int) -> tuple[Interval, ...]:
         """Return, for each range of `rank`, the local rows that hold it."""
