@@ -4,6 +4,7 @@ Which rank it names in a training of two: training/test_failures.py.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention  # noqa: E402
+from megatron_burst.attention.kv import Latents  # noqa: E402
 from megatron_burst.plugin.attention.nan_check import (  # noqa: E402
     CAME_BACK,
     CAME_IN,
@@ -88,6 +90,20 @@ def test_a_gradient_that_attention_made_is_named() -> None:
     with pytest.raises(NonFiniteError) as error:
         out.backward(torch.full_like(out, HUGE))
     check(error, "backward: the gradient of ", MADE)
+
+
+def test_what_other_ranks_made_of_a_latent_is_named() -> None:
+    def attention(q: Tensor, *_: object, latents: Latents, **__: object) -> Tensor:
+        return q + (latents.latent - latents.latent.detach()).sqrt().sum()  # its slope is infinite
+
+    def made_of(q: Tensor, k: Tensor, v: Tensor, context: BurstContext, **more: Any) -> Tensor:
+        latents = Latents(torch.ones(1, 8, 3, requires_grad=True), torch.ones(24, 3))
+        return with_nan_check(attention, "7")(q, k, v, context, latents=latents, **more)
+
+    out = call(made_of, tensors())
+    with pytest.raises(NonFiniteError) as error:
+        out.sum().backward()
+    check(error, "backward: the gradient of the latent has 0 NaN and 24 Inf", MADE)
 
 
 def test_it_changes_no_bit_and_leaves_no_hook() -> None:

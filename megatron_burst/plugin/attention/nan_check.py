@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
+from megatron_burst.attention.kv import Latents
 
 CAME_IN = "attention was given it: look at what comes before this layer"
 CAME_BACK = "attention was given it: look at what follows this layer"
@@ -22,9 +24,10 @@ class NonFiniteError(RuntimeError):
 def with_nan_check(attend: Callable[..., Tensor], layer: str) -> Callable[..., Tensor]:
     """Return `attend`, a `ring_attention`, that raises at the first tensor with a NaN or an Inf.
 
-    Looked at in this order: q, k, v and the sink, the output; and in backward its gradient, then
-    those of q, k, v and the sink. What a rank is given is looked at before it goes to other ranks,
-    so the rank that raises is the one where it began. Every look waits for the device.
+    Looked at in this order: q, k, v, the sink and the latent, the output; and in backward its
+    gradient, then those of the others: a latent's is what other ranks made of theirs. What a rank
+    is given is looked at before it goes to other ranks, so the rank that raises is the one where it
+    began. Every look waits for the device.
 
     Raises:
         NonFiniteError: from the call or, in backward, from autograd.
@@ -38,6 +41,7 @@ def with_nan_check(attend: Callable[..., Tensor], layer: str) -> Callable[..., T
         context: BurstContext,
         *,
         sink: Tensor | None = None,
+        latents: Latents | None = None,
         **more: Any,
     ) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -45,11 +49,15 @@ def with_nan_check(attend: Callable[..., Tensor], layer: str) -> Callable[..., T
             f"layer {layer}, rank {rank} (context-parallel rank {context.rank} of {context.ranks})"
         )
         given = {"q": q, "k": k, "v": v} | ({} if sink is None else {"the sink": sink})
+        given |= {} if latents is None else {"the latent": latents.latent}
         for name, x in given.items():
             _look(name, x, f"{place}, forward", CAME_IN)
         # Views of our own: a hook on a parameter would stay there.
         given = {name: x.view_as(x) for name, x in given.items()}
-        out = attend(*(given[name] for name in "qkv"), context, sink=given.get("the sink"), **more)
+        if latents is not None:
+            latents = replace(latents, latent=given["the latent"])
+        more |= {"sink": given.get("the sink"), "latents": latents}
+        out = attend(*(given[name] for name in "qkv"), context, **more)
         _look("the output", out, f"{place}, forward", MADE)
         _look_in_backward("the output", out, place, CAME_BACK)
         for name, x in given.items():
