@@ -11,7 +11,6 @@ from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.layouts import make_layout
-from megatron_burst.plans.choice.machine import CPU
 from megatron_burst.plans.choice.planning import Choice, choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.mesh import Mesh
@@ -19,6 +18,7 @@ from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.interval import Interval
+from megatron_burst.transport.links import machine_here
 from tests import oracle
 from tests.attention.cases import FLOAT32_TOLERANCE, HEADS, Case, errors, logged, run_cases
 from tests.attention.test_recompute import twice
@@ -48,7 +48,8 @@ def choice_of(case: Case, ranks: int) -> Choice:
     tiling = Tiling(make_layout(config, tokens * ranks, ranks), case.mask)
     value_dim = case.value_dim or case.dim
     shape = Shape(case.batch * tokens, *case.heads, case.dim, value_dim, size, 4)
-    return choose(config, tiling, grid, shape, nodes, links=Links.of(nodes, shape, CPU, 1))
+    links = Links.of(nodes, shape, machine_here(), 1)
+    return choose(config, tiling, grid, shape, nodes, links=links)
 
 
 def check(workers: WorkerPool, ranks: int, cases: list[Case]) -> None:
