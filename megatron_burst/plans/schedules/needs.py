@@ -6,7 +6,9 @@ send. Both look at all pairs of ranks, so they are made of arrays here, and not 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +17,10 @@ from megatron_burst.plans.schedules.plan import Kind, Part
 from megatron_burst.plans.visibility.band import Ints
 from megatron_burst.plans.visibility.cells import Cells
 from megatron_burst.plans.visibility.interval import Interval
-from megatron_burst.plans.visibility.kinds import Visible
+from megatron_burst.plans.visibility.kinds import Kinds, Visible
 from megatron_burst.plans.visibility.mask import Mask
+
+type _Rows = Callable[[Cells], Ints]  # those of the queries or the keys of each: [cell, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,19 @@ class Needs:
         pairs = seen.sums(attrgetter("pairs"))
         away = ~np.eye(len(pairs), dtype=bool)
         rows, once, parts, ends = {}, {}, {}, {}
-        for kind in (Kind.KV, Kind.QUERY):
-            of_cells = attrgetter("keys" if kind is Kind.KV else "queries")
-            union, in_tiles, low, high = (
-                x.T if kind is Kind.KV else x for x in _needed(seen, of_cells, local)
-            )
-            once[kind] = (union == in_tiles) | ~away
+        for kind, name in ((Kind.KV, "keys"), (Kind.QUERY, "queries")):
+            of_cells = attrgetter(name)
+            union = seen.for_pairs(partial(_union, of_cells, local))
+            in_tiles = seen.sums(partial(_rows, of_cells))
+            once[kind] = _by_owner(kind, union == in_tiles) | ~away
+            union = _by_owner(kind, union)
             rows[kind] = union if mask.is_sparse else local * (union > 0)
             parts[kind] = np.zeros((len(pairs), 2), np.int64)
             if mask.is_sparse:
-                low, high = np.where(away, low, local), np.where(away, high, 0)
+                low = seen.for_pairs(partial(_first, of_cells, local), np.minimum)
+                high = seen.for_pairs(partial(_stop, of_cells), np.maximum)
+                low = np.where(away, _by_owner(kind, low), local)
+                high = np.where(away, _by_owner(kind, high), 0)
                 ends[kind] = np.stack([low, high])
                 parts[kind] = _inside(low.min(axis=1), high.max(axis=1), local)
         is_banded = any(part.cells.is_banded for part in seen.parts)
@@ -75,36 +82,36 @@ class Needs:
         return (seen > 0) & ~np.eye(len(seen), dtype=bool)
 
 
-def _needed(
-    seen: Visible, of_cells: Callable[[Cells], Ints], local: int
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return how many rows are needed, how many where each tile counts, and the ends of them.
-
-    All [query owner, key owner]; several parts have no row in common.
-    """
-    shape = seen.parts[0].of_pairs.shape
-    union, in_tiles, high = np.zeros((3, *shape), np.int64)
-    low = np.full(shape, local)
-    for part in seen.parts:
-        count, of_pairs = len(part.counts), part.of_pairs
-        of, (first, stop) = np.repeat(np.arange(count), part.counts), of_cells(part.cells).T
-        least, most = np.full(count, local), np.zeros(count, np.int64)
-        np.minimum.at(least, of, first)
-        np.maximum.at(most, of, stop)
-        union += _union(of, first, stop, count, local)[of_pairs]
-        in_tiles += part.sums(stop - first)[of_pairs]
-        low, high = np.minimum(low, least[of_pairs]), np.maximum(high, most[of_pairs])
-    return union, in_tiles, low, high
+def _by_owner(kind: Kind, values: Any) -> Any:
+    """Turn [query owner, key owner] into [owner, user] of a block."""
+    return values.T if kind is Kind.KV else values
 
 
-def _union(pair: Ints, first: Ints, stop: Ints, count: int, local: int) -> Ints:
-    """How many rows each of `count` pairs of ranks needs: the union of the given ones."""
-    order = np.lexsort((first, pair))
-    pair = pair[order]
-    begins, ends = first[order] + pair * local, stop[order] + pair * local
+def _rows(of_cells: _Rows, cells: Cells) -> Ints:
+    return np.diff(of_cells(cells))[:, 0]
+
+
+def _union(of_cells: _Rows, local: int, part: Kinds) -> Ints:
+    """Return how many rows pairs of ranks need, of each kind: the union of those of its cells."""
+    of, (first, stop) = part.of_cells, of_cells(part.cells).T
+    order = np.lexsort((first, of))
+    of = of[order]
+    begins, ends = first[order] + of * local, stop[order] + of * local
     reached = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
     new = np.maximum(0, ends - np.maximum(begins, reached))
-    return np.bincount(pair, new, count).astype(np.int64)
+    return np.bincount(of, new, len(part.counts)).astype(np.int64)
+
+
+def _first(of_cells: _Rows, local: int, part: Kinds) -> Ints:
+    low = np.full(len(part.counts), local)
+    np.minimum.at(low, part.of_cells, of_cells(part.cells)[:, 0])
+    return low
+
+
+def _stop(of_cells: _Rows, part: Kinds) -> Ints:
+    high = np.zeros(len(part.counts), np.int64)
+    np.maximum.at(high, part.of_cells, of_cells(part.cells)[:, 1])
+    return high
 
 
 def _inside(low: Ints, high: Ints, local: int) -> Ints:

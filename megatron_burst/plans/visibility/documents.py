@@ -116,6 +116,8 @@ def _cells(
     rows = [begins[0], begins[0] + sizes[0], begins[1], begins[1] + sizes[1]]
     is_seen, tiles, sides = least_tiles(np.stack(rows, 1), np.stack([left, right], 1))
     assert is_seen.all(), "chunks that do not see each other"
-    if mask.is_causal:  # a square of one row is one, too, so that larger ones are made of it
-        sides[(distance == 0) & (tiles[:, 1] - tiles[:, 0] == 1), 1] = 0
+    if mask.is_causal:  # a square of one row is one, too, where a larger one is made of it
+        is_square = (distance == 0) & (tiles[:, 1] - tiles[:, 0] == 1)
+        is_square &= (mask.window is None) | (np.tile(chunk, len(digit)) == 1)
+        sides[is_square, 1] = 0
     return Cells(tiles, sides), np.tile(np.arange(len(chunk)), len(digit))

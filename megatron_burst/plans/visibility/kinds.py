@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,11 @@ class Kinds:
         """How many cells each kind has."""
         return np.diff(self.begins)
 
+    @property
+    def of_cells(self) -> Ints:
+        """Of which kind each cell is."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
     def sums(self, values: Ints) -> Ints:
         """Add values of the cells up, [cell, …], by kind."""
         before = np.zeros((1, *values.shape[1:]), np.int64)
@@ -71,6 +77,13 @@ class Visible:
         cells = Cells.concatenate(each)
         return cells.select(np.argsort(cells.rows[:, 0], kind="stable"))
 
+    def for_pairs(self, values: Callable[[Kinds], Ints], joined: np.ufunc = np.add) -> Ints:
+        """Return values of kinds, [kind, …], for pairs of ranks, joined over all parts.
+
+        They are [query owner, key owner, …].
+        """
+        return np.asarray(reduce(joined, (values(p)[p.of_pairs] for p in self.parts)))
+
     def sums(self, values: Callable[[Cells], Ints]) -> Ints:
-        """Add values of cells up, [cell, …], by pairs of ranks: [query owner, key owner, …]."""
-        return np.asarray(sum(p.sums(values(p.cells))[p.of_pairs] for p in self.parts))
+        """Add values of cells up, [cell, …], for pairs of ranks: [query owner, key owner, …]."""
+        return self.for_pairs(lambda part: part.sums(values(part.cells)))
