@@ -13,6 +13,7 @@ from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
 
 _NONE, _PART, _WHOLE = range(3)  # of a chunk, how much is no padding
+_RANKS = 2048  # of more the codes of four chunks do not fit into 64 bits
 
 
 class Documents(NamedTuple):
@@ -33,7 +34,7 @@ def documents_apart(layout: Layout, mask: Mask) -> Documents | None:
     They may end in padding, and a window may hide keys; else None.
     """
     lengths = layout.documents
-    if lengths is None or mask.documents is None:
+    if lengths is None or mask.documents is None or layout.ranks > _RANKS:
         return None
     if (mask.block_table, mask.query_stop) != (None, None):
         return None
