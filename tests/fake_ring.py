@@ -15,11 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention import preparing
-from megatron_burst.attention.backward import backward
 from megatron_burst.attention.call import AttentionPlan
-from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import in_chunks
 from megatron_burst.attention.kv import KeysAndValues
+from megatron_burst.attention.passes import backward, forward
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Channel, Item, Send

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_burst.attention.backward import backward
 from megatron_burst.attention.call import AttentionPlan, Prepared
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.forward import forward
 from megatron_burst.attention.head_chunks import head_chunks, in_chunks
 from megatron_burst.attention.inputs import (
     check_alike,
@@ -20,6 +18,7 @@ from megatron_burst.attention.inputs import (
     check_shapes,
 )
 from megatron_burst.attention.kv import ExpandedLatents, KeysAndValues, Latents
+from megatron_burst.attention.passes import backward, forward
 from megatron_burst.attention.preparing import head_exchange
 from megatron_burst.attention.preparing import prepare as prepare_call
 from megatron_burst.attention.saved import AttentionMemory

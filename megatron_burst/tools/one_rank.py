@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.backward import backward
 from megatron_burst.attention.context import BurstContext
-from megatron_burst.attention.forward import forward
 from megatron_burst.attention.kv import KeysAndValues
+from megatron_burst.attention.passes import backward, forward
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import Kernel, KernelInput, Request

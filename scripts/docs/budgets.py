@@ -33,7 +33,7 @@ PARTS = {
     "surrogate": "surrogate outputs",
     "one_rank": "what kernels return, and their workspace",
     "head_chunks": "copies of a chunk's heads, and what is joined of all",
-    "backward": "gradients that are returned",
+    "passes": "gradients that are returned",
 }
 WAYS = ("forward", "backward")
 type Row = dict[str, str]

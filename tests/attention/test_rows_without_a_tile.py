@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from megatron_burst.attention.backward import backward
 from megatron_burst.attention.call import AttentionPlan
-from megatron_burst.attention.forward import forward
 from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.launches import launches_of
+from megatron_burst.attention.passes import backward, forward
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.kernels import Kernel
 from megatron_burst.plans.schedules.plan import Item, Kind, Plan, Step
