@@ -167,17 +167,12 @@ def _difference(texts: dict[int, str | None]) -> Exception:
     if any(len(words) == 1 for words in said.values()):
         listed = "\n".join(f"  rank {rank}: {text}" for rank, text in requests.items())
         return CommunicationError(f"not all context-parallel ranks go on:\n{listed}")
-    failures = {
-        rank: f": it cannot: {words[2]}" if words[1] else "" for rank, words in said.items()
-    }
+    failures = {rank: f": it cannot: {words[2]}" for rank, words in said.items() if words[1]}
+    values = {rank: request + failures.get(rank, "") for rank, request in requests.items()}
     if len(set(requests.values())) > 1:
-        what, values = "what attention is asked for", _with_failures(requests, failures)
-    elif any(failures.values()):
-        what, values = "whether attention is possible", _with_failures(requests, failures)
+        what = "what attention is asked for"
+    elif failures:
+        what = "whether attention is possible"
     else:
         what, values = "how to attend", {rank: words[2] for rank, words in said.items()}
     return ValueError(disagreement(what, values.items()))
-
-
-def _with_failures(one: dict[int, str], other: dict[int, str]) -> dict[int, str]:
-    return {rank: one[rank] + other[rank] for rank in one}
