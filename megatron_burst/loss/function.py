@@ -134,17 +134,15 @@ def linear_cross_entropy(
     )
     if hidden.dtype != weight.dtype:
         hidden, weight = as_autocast(hidden, weight)
-    if entropy:
-        losses, entropies = apply(hidden, weight, targets, call)
-        return losses, entropies
-    (losses,) = apply(hidden, weight, targets, call)
-    return losses if reduction == "none" else losses.sum() / number
+    losses, *entropies = apply(hidden, weight, targets, call)
+    if reduction != "none":
+        return losses.sum() / number
+    return (losses, entropies[0]) if entropy else losses
 
 
 def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[Tensor, ...]:
     """Do what `linear_cross_entropy` says, with the settings in one object: losses, entropies."""
-    alone = call.group is None or call.group.size() == 1
-    group = None if alone else call.group
+    group = None if call.group is None or call.group.size() == 1 else call.group
     vocabulary = Vocabulary(weight.shape[0], group)
     spread = Spread(group, vocabulary.ranks if call.sequence_parallel else 1)
     _check(hidden, weight, targets, spread.parts)

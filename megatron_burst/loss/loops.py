@@ -1,6 +1,5 @@
 """The loops over chunks and the autograd node: losses, and gradients from logits made again."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +71,7 @@ class Head:
         for block in slices(len(hidden), self.chunking.combined // self.spread.parts):
             wanted = targets[:, block]
             of_shard = made.new_empty(self.call.statistics, *wanted.shape)
-            for chunk, tokens in self._chunks(hidden.of(block), self.chunking.tokens):
+            for chunk, tokens in self.spread.gathered(hidden.of(block), self.chunking.tokens):
                 of_chunk = self._statistics(buffers, tokens, wanted[:, chunk])
                 of_shard[:, :, chunk] = of_chunk.view(-1, *wanted[:, chunk].shape)
             results[:, :, block] = self._combined(of_shard.flatten(1), wanted)
@@ -92,11 +91,11 @@ class Head:
         """
         hidden, index = chosen
         targets, results, grads = take(targets, index), take(made, index), take(weights, index)
-        buffers = workspace(self.weight, self.chunking.tokens, self.call, slopes=True)
-        size = self.chunking.tokens // self.spread.parts
+        size = self.chunking.tokens
+        buffers = workspace(self.weight, size, self.call, slopes=True)
         d_hidden = HiddenGradient(self.spread, hidden, size) if wants[0] else None
         d_weight = OwnSum(self.weight) if wants[1] else None
-        for chunk, tokens in self._chunks(hidden, self.chunking.tokens):
+        for chunk, tokens in self.spread.gathered(hidden, size):
             wanted, grad = targets[:, chunk], grads[:, chunk].reshape(-1)
             of_shard = self._statistics(buffers, tokens, wanted)
             results[:, :, chunk] = self._combined(of_shard, wanted)
@@ -151,16 +150,13 @@ class Head:
     ) -> None:
         """Make the gradient of these columns of the logits, in chunks, and what comes of it."""
         buffers = workspace(self.weight[rows], size, self.call, slopes=True)
-        for chunk, hidden in self._chunks(tokens[0], size):
+        for chunk, hidden in self.spread.gathered(tokens[0], size):
             targets, lse, grad, *more = (x[:, chunk].reshape(-1) for x in tokens[1:])
             where = self._locate(targets)
             grad = self.vocabulary.check_gradient(grad, targets, where)
             of_tokens, whole = Tokens(hidden, lse, grad, *more), self.vocabulary.size
             gradient = buffers.gradient(of_tokens, where.in_rows(rows), whole)
             _put(gradient, chunk, hidden, self.weight, d_hidden, d_weight)
-
-    def _chunks(self, hidden: Hidden, size: int) -> Iterator[tuple[slice, Tensor]]:
-        return self.spread.gathered(hidden, size // self.spread.parts)
 
     def _locate(self, targets: Tensor) -> Targets:
         return self.vocabulary.locate(targets.reshape(-1), self.call.ignore_index)
@@ -226,8 +222,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         tokens, index = head.spread.choose(hidden.reshape(-1, hidden.shape[-1]), weighed)
         targets, lse, grad = (take(x, index) for x in (targets, lse, given[0]))
         of_entropy = (take(x, index) for x in (*entropy, *given[1:]))
-        size = head.chunking.tokens // head.spread.parts
-        d_hidden = HiddenGradient(head.spread, tokens, size) if wants_hidden else None
+        of_chunks = head.spread, tokens, head.chunking.tokens
+        d_hidden = HiddenGradient(*of_chunks) if wants_hidden else None
         d_weight = head.gradients((tokens, targets, lse, grad, *of_entropy), d_hidden, sums)
         summed = None if d_hidden is None else d_hidden.result().view(hidden.shape)
         return summed, d_weight, None, None

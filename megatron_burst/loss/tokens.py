@@ -74,16 +74,16 @@ class Spread:
         return Hidden(hidden, index[own]), index
 
     def gathered(self, hidden: Hidden, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of `size` of a rank's tokens, and the hidden states there of all ranks.
+        """Yield a rank's slice of each chunk of `size` tokens, and all ranks' hidden states there.
 
         They are [parts x tokens, d], part by part. While the caller computes with one the next is
         gathered; the second next takes its memory.
         """
-        cuts = slices(len(hidden), size)
+        cuts = slices(len(hidden), size // self.parts)
         if self.parts == 1:
             yield from ((cut, hidden.of(cut).read()) for cut in cuts)
             return
-        rows = self.parts * min(size, len(hidden))
+        rows = min(size, self.parts * len(hidden))
         buffers = [hidden.states.new_empty(rows, hidden.states.shape[1]) for _ in range(2)]
         waiting: deque[tuple[slice, Tensor, Any]] = deque()
         for number, cut in enumerate([*cuts, None]):
@@ -112,11 +112,11 @@ class HiddenGradient:
     """
 
     def __init__(self, spread: Spread, hidden: Hidden, size: int) -> None:
-        """Make it in chunks of `size` tokens of a rank."""
+        """Make it in chunks of `size` tokens."""
         states, self._index, self._spread = hidden.states, hidden.index, spread
         make = states.new_empty if self._index is None else states.new_zeros
         self._total = make(states.shape)
-        rows = spread.parts * min(size, len(hidden)) if spread.parts > 1 else 0
+        rows = min(size, spread.parts * len(hidden)) if spread.parts > 1 else 0
         self._chunk = states.new_empty(rows, states.shape[1])
         self._under_way: tuple[Any, Tensor | None, Tensor] | None = None
 
