@@ -23,12 +23,7 @@ class AgreedCalls:
         self._known = Recent[Given, tuple[Said, Prepared]]()
 
     def __call__(self, given: Given, prepare: Callable[[], Prepared]) -> Prepared:
-        """Return what was prepared for such a call, by `prepare` when it is new.
-
-        Raises:
-            ValueError: other ranks are asked for something else, do something else, or cannot.
-            CommunicationError: one did not come in time, or failed before.
-        """
+        """Return what was prepared for such a call, by `prepare` when it is new."""
         known = self._known.pop(given, None)
         is_new = known is None
         said, prepared = known or self._prepare(given, prepare)

@@ -19,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """The settings of `linear_cross_entropy`, and what a framework may put in.
-
-    Raises:
-        ValueError: a number is outside its range, or both chunk_size and memory_mb are given.
-        TypeError: a number is a tensor that asks for a gradient.
-    """
+    """The settings of `linear_cross_entropy`, and what a framework may put in."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0

@@ -115,9 +115,6 @@ def choose(sizes: Sizes, chunk_size: int | None, limit: int | None) -> Chunking:
 
     It does where it knows the weights of the losses and the limit has room for all of dW beside
     chunks of `ENOUGH` tokens; by default if dW takes no more than `KEPT_MB`, or is there anyhow.
-
-    Raises:
-        ValueError: see `of_tokens` and `within`.
     """
     chunking = within(sizes, limit) if chunk_size is None else of_tokens(sizes, chunk_size)
     if sizes.kept_apart is None:
@@ -137,11 +134,7 @@ def choose(sizes: Sizes, chunk_size: int | None, limit: int | None) -> Chunking:
 
 
 def of_tokens(sizes: Sizes, chunk_size: int) -> Chunking:
-    """Return the chunking of `chunk_size` tokens, whatever memory it takes; at least one a part.
-
-    Raises:
-        ValueError: the size is not positive.
-    """
+    """Return the chunking of `chunk_size` tokens, whatever memory it takes; at least one a part."""
     if chunk_size < 1:
         raise ValueError(f"chunk size (--lm-head-chunk-size) must be positive, got {chunk_size}")
     every = max(sizes.tokens, sizes.parts)

@@ -272,9 +272,6 @@ class Transfers:
         """Wait for all that lands in step `number`; return what arrived, in the order posted.
 
         A block stays in its buffer for as long as the plan needs it.
-
-        Raises:
-            CommunicationError: a peer died, or a message took longer than the time limit.
         """
         if number in self._pending:
             with span(self._name, number, "wait"):

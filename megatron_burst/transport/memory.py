@@ -51,9 +51,6 @@ class MessageMemory:
         """Return the steps of a pass and the memory of their messages, its own until the end.
 
         After an error the memory stays, for messages may still arrive in it.
-
-        Raises:
-            RuntimeError: another pass goes on.
         """
         if self._borrower:
             raise RuntimeError(

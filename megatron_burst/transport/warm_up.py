@@ -53,9 +53,6 @@ class Connections:
         """Make the communicators but those of direct exchanges, or these; connect nobody.
 
         All members of each call it together.
-
-        Raises:
-            CommunicationError: not all ranks of one come.
         """
         missing = [
             (channel, backend)
@@ -73,9 +70,6 @@ class Connections:
 
         A way is connected when a first plan has it, so both of its ends connect it in one call. A
         direct exchange may be one for a rank that has no message in it.
-
-        Raises:
-            CommunicationError: a peer does not come.
         """
         if direct:
             self.make(direct=True)
