@@ -32,7 +32,7 @@ from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.reference.dense import Visibility
 from megatron_burst.reference.verify import Finding, attend_beside_reference
 from tests import oracle
-from tests.attention.cases import FLOAT32_TOLERANCE, logged
+from tests.attention.cases import FLOAT32_TOLERANCE, LAYOUT_NAMES, logged
 from tests.attention.faults import lost_gradient, no_fault, replaced
 from tests.plans.masks import Masking, hard_maskings
 from tests.plans.simulator import bytes_sent
@@ -183,10 +183,9 @@ MESHES = [{**way, "topology": "mesh"} for way in WAYS[::2]]
 
 def cases_of(ranks: int, per_node: int) -> list[Case]:
     maskings = [Masking(), Masking(False), *hard_maskings(ranks, 4).values()]
-    layouts = ("zigzag", "segmented-zigzag", "contiguous", "striped")
     cases = []
     for number, masking in enumerate(maskings):
-        config = WAYS[number % len(WAYS)] | {"layout": layouts[number % 3 and number % 4]}
+        config = WAYS[number % len(WAYS)] | {"layout": LAYOUT_NAMES[number % 3 and number % 4]}
         shape = {"batch": 2, "heads": 3, "value": 4} if number % 2 else {}
         cases.append(
             Case(config=config | {"ranks_per_node": per_node}, chunk=4, masking=masking, **shape)

@@ -11,13 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.attention import preparing
-from megatron_burst.attention.signature import CallSignature
+from megatron_burst.attention.preparing import prepare
 from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.layouts import make_layout
-from megatron_burst.plans.choice.machine import H100
 from megatron_burst.plans.choice.planning import choose
-from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.direct import Direct
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.rings import Ring
@@ -25,28 +21,22 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import zigzag_of_each
 from megatron_burst.plans.visibility.mask import Mask
-from tests.attention.cases import FLOAT32_TOLERANCE, Case, logged, run_cases, variants
-from tests.oracle import relative_error
+from tests.attention.cases import (
+    LAYOUT_NAMES,
+    Case,
+    answer,
+    check,
+    logged,
+    run_cases,
+    variants,
+)
 from tests.plans.masks import LAYOUTS, Masking, dealt, documents_of, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent, simulate, tiles_of
 from tests.tier import examples, in_turn, slow_if, some
-from tests.workers import WorkerPool
+from tests.workers import Team, WorkerPool
 
-LAYOUT_NAMES = ("zigzag", "segmented-zigzag", "contiguous", "striped")
 VARIANTS = variants(["flat"])
 GRIDS = [flat_grid(1), flat_grid(3), flat_grid(4), Grid(((0, 1), (2, 3))), Grid(((2, 0), (1, 3)))]
-
-
-def check(cases: Sequence[Case], ranks: int, workers: WorkerPool) -> None:
-    for case, answer in zip(cases, run_cases(workers, ranks, cases), strict=True):
-        expected = case.expected(ranks)
-        # A query that sees one key alone has no gradient; what comes out is rounding of dO · V.
-        least = max(expected.dv.norm().item(), 1e-300)
-        found = {
-            name: relative_error(getattr(answer.found, name), x, at_least=least)
-            for name, x in expected._asdict().items()
-        }
-        assert max(found.values()) < FLOAT32_TOLERANCE, (case, found)
 
 
 @pytest.mark.parametrize("ranks", slow_if([2], [1, 2, 3, 4]))
@@ -222,47 +212,27 @@ def test_the_bytes_that_leave_are_the_plans(
     workers: WorkerPool, masking: Masking, backward: str
 ) -> None:
     case = Case(config={"backward": backward}, chunk=6, masking=masking, heads=(4, 2), dim=6)
-    (answer,) = run_cases(workers, 4, [case])
-    config = BurstConfig(backward=backward)
-    shape = Shape(12, 4, 2, 6, 6, 4, 4)
-    tiling = Tiling(make_layout(config, 48, 4), masking.mask)
-    links = Links.of([0] * 4, shape, H100, 1)
-    choice = choose(config, tiling, flat_grid(4), shape, [0] * 4, links=links)
-    assert isinstance(choice.forward[0].schedule, Direct)
-    for rank, reply in enumerate(answer.replies):
-        plans, found = choice.plans(rank), (reply.forward.total(), reply.backward.total())
-        assert found == tuple(
-            bytes_sent(plan, shape.item_bytes(backward=b), 12)
-            for plan, b in zip(plans, (False, True), strict=True)
-        )
+    (answered,) = run_cases(workers, 4, [case])
+    assert isinstance(case.choice(4).forward[0].schedule, Direct)
+    assert [reply.sent for reply in answered.replies] == case.planned_bytes(4)
+
+
+def lines_of(team: Team, maskings: Sequence[Masking]) -> list[str]:
+    with logged() as lines:
+        answer(team, [Case(chunk=8, masking=masking) for masking in maskings])
+    return [line for line in lines if "FLOPs" in line]
 
 
 def test_the_log_says_what_a_mask_saves(workers: WorkerPool) -> None:
-    (line,) = workers.run(4, first_line)[0]
+    line = workers.run(4, lines_of, [Masking(window=3)])[0][0]
     assert "causal, window 3: a layer sends" in line
     assert "a rank forward by the kv direct exchange instead of" in line
     assert "backward the kv direct exchange" in line and "FLOPs max/mean 1.024" in line
 
 
-def first_line(team: Any) -> list[str]:
-    from tests.attention.cases import answer
-
-    with logged() as lines:
-        answer(team, [Case(chunk=8, masking=Masking(window=3))])
-    return [line for line in lines if "FLOPs" in line][:1] or [""]
-
-
-def lines_of_batches(team: Any) -> list[str]:
-    from tests.attention.cases import answer
-
-    documents = ((0, 5, 32), (0, 7, 9, 32), (0, 32))
-    with logged() as lines:
-        answer(team, [Case(chunk=8, masking=Masking(documents=bounds)) for bounds in documents])
-    return [line for line in lines if "FLOPs" in line]
-
-
 def test_documents_are_logged_once_and_not_for_every_micro_batch(workers: WorkerPool) -> None:
-    (line,) = workers.run(2, lines_of_batches)[0]
+    maskings = [Masking(documents=bounds) for bounds in ((0, 5, 32), (0, 7, 9, 32), (0, 32))]
+    (line,) = workers.run(2, lines_of, maskings)[0]
     assert "2 packed sequences" in line
 
 
@@ -271,19 +241,13 @@ def test_passes_that_stop_elsewhere_are_logged_once_and_lines_do_not_grow_withou
     context, x = BurstContext.create(BurstConfig()), torch.zeros(1, 16, 2, 8)
     with logged() as lines:
         for stop in range(2, 14, 2):
-            preparing._call(context, asked_of(x, Mask.causal(documents=(0, stop, 16))))
+            prepare(context, x, x, x, Mask.causal(documents=(0, stop, 16)), 1.0)
             early = replace(Mask.causal(documents=(0, 4, 16)), query_stop=stop)
-            preparing._call(context, asked_of(x, early))
+            prepare(context, x, x, x, early, 1.0)
         assert len([line for line in lines if "FLOPs" in line or "nothing is sent" in line]) == 2
         for window in range(100):
-            preparing._call(context, asked_of(x, Mask.causal(window=window)))
+            prepare(context, x, x, x, Mask.causal(window=window), 1.0)
     assert len(lines) < 70 and "says no more" in lines[-1]
-
-
-def asked_of(x: torch.Tensor, mask: Mask) -> CallSignature:
-    return CallSignature(
-        x.shape, x.shape, x.shape, x.dtype, x.device, mask, None, None, None, False
-    )
 
 
 def test_a_rank_whose_tokens_see_only_themselves_sends_nothing() -> None:

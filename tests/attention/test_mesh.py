@@ -6,33 +6,29 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_burst import BurstConfig
-from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import PartialOutputs
-from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.layouts import make_layout
-from megatron_burst.plans.choice.planning import Choice, choose
-from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.mesh import Mesh
 from megatron_burst.plans.schedules.plan import Item, Kind
-from megatron_burst.plans.schedules.tiles import Tiling
-from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.interval import Interval
-from megatron_burst.transport.links import machine_here
-from tests import oracle
-from tests.attention.cases import FLOAT32_TOLERANCE, HEADS, Case, errors, logged, run_cases
+from tests.attention.cases import (
+    HEADS,
+    LAYOUT_NAMES,
+    Case,
+    check,
+    errors,
+    lines_of_plans,
+    run_cases,
+)
 from tests.attention.test_recompute import twice
 from tests.attention.test_sums import hand_on
 from tests.plans.masks import Masking, hard_maskings
-from tests.plans.simulator import bytes_sent
 from tests.tier import slow_if, some
-from tests.workers import Team, WorkerPool
+from tests.workers import WorkerPool
 
 # Ranks, and how many of them a node has.
 PLACES = [(4, 4), (4, 1), (6, 6), (6, 1), (8, 8), (8, 1), (8, 2)]
 EVERY = [*itertools.product(PLACES, ("kv", "query"))]
 FAST = [((4, 4), "query"), ((4, 1), "kv")]
-LAYOUTS = ("zigzag", "segmented-zigzag", "contiguous", "striped")
 BFLOAT16_OVER_FLASH = 1.5
 
 
@@ -40,49 +36,8 @@ def setting(per_node: int, backward: str, **more: Any) -> dict[str, Any]:
     return {"topology": "mesh", "ranks_per_node": per_node, "backward": backward, **more}
 
 
-def choice_of(case: Case, ranks: int) -> Choice:
-    config = BurstConfig(**case.config)
-    nodes = [rank // (config.ranks_per_node or ranks) for rank in range(ranks)]
-    grid, _ = choose_grid(config.shape_of_rings, nodes)
-    tokens, size = 2 * case.chunk, case.dtype.itemsize
-    tiling = Tiling(make_layout(config, tokens * ranks, ranks), case.mask)
-    value_dim = case.value_dim or case.dim
-    shape = Shape(case.batch * tokens, *case.heads, case.dim, value_dim, size, 4)
-    links = Links.of(nodes, shape, machine_here(), 1)
-    return choose(config, tiling, grid, shape, nodes, links=links)
-
-
-def check(workers: WorkerPool, ranks: int, cases: list[Case]) -> None:
-    """Results are the oracle's, and the bytes the plans'."""
-    for case, answer in zip(cases, run_cases(workers, ranks, cases), strict=True):
-        expected = case.expected(ranks)
-        least = max(expected.dv.norm().item(), 1e-300)
-        found = {
-            name: oracle.relative_error(getattr(answer.found, name), x, at_least=least)
-            for name, x in expected._asdict().items()
-        }
-        assert max(found.values()) < FLOAT32_TOLERANCE, (case, found)
-        if case.config.get("head_parallel_size", 1) > 1:
-            continue
-        choice = choice_of(case, ranks)
-        taken = choice.forward[0].schedule, choice.backward[0].schedule
-        assert all(isinstance(schedule, Mesh) for schedule in taken)
-        for rank, reply in enumerate(answer.replies):
-            counted = reply.forward.total(), reply.backward.total()
-            offers = zip(choice.plans(rank), (False, True), strict=True)
-            sizes = (sizes_of(case, backward) for _, backward in offers)
-            sent = map(bytes_sent, choice.plans(rank), sizes, itertools.repeat(2 * case.chunk))
-            assert counted == tuple(sent), case
-
-
-def sizes_of(case: Case, backward: bool) -> dict[Any, int]:
-    value_dim, size = case.value_dim or case.dim, case.dtype.itemsize
-    shape = Shape(case.batch * 2 * case.chunk, *case.heads, case.dim, value_dim, size, 4)
-    return shape.item_bytes(backward=backward)
-
-
 @pytest.mark.parametrize("case", slow_if({*EVERY} - {*FAST}, EVERY), ids=str)
-def test_float32_equals_the_dense_oracle(
+def test_float32_equals_the_dense_oracle_and_bytes_the_plans_of_meshes(
     workers: WorkerPool, case: tuple[tuple[int, int], str]
 ) -> None:
     (ranks, per_node), backward = case
@@ -93,26 +48,25 @@ def test_float32_equals_the_dense_oracle(
     ]
     turns = zip(itertools.cycle(shapes), HEADS.values(), (True, False, True), strict=False)
     cases = [Case(config=config, heads=h, masking=Masking(c), **shape) for shape, h, c in turns]
-    hard = [*hard_maskings(ranks, 6).values()]
+    hard = some([*hard_maskings(ranks, 6).values()], 7, ranks % 7)
     cases += [
         Case(config=config | {"layout": layout}, chunk=6, masking=masking, heads=(4, 2), dim=3)
-        for masking, layout in zip(some(hard, 7, ranks % 7), itertools.cycle(LAYOUTS), strict=False)
+        for masking, layout in zip(hard, itertools.cycle(LAYOUT_NAMES), strict=False)
     ]
-    capped: dict[str, Any] = {
-        "has_sink": True,
-        "soft_cap": 3.0,
-        "masking": Masking(window=5),
-        "chunk": 4,
-    }
-    cases += [Case(config=config | {"kernel": "reference"}, **capped)]
-    check(workers, ranks, cases)
+    capped: dict[str, Any] = {"has_sink": True, "soft_cap": 3.0, "masking": Masking(window=5)}
+    cases += [Case(config=config | {"kernel": "reference"}, chunk=4, **capped)]
+    for each, answer in zip(cases, check(cases, ranks, workers), strict=True):
+        choice = each.choice(ranks)
+        taken = choice.forward[0].schedule, choice.backward[0].schedule
+        assert all(isinstance(schedule, Mesh) for schedule in taken)
+        assert [reply.sent for reply in answer.replies] == each.planned_bytes(ranks), each
 
 
 def test_head_parallelism_inside(workers: WorkerPool) -> None:
     config = setting(2, "auto", head_parallel_size=2)
     cases = [Case(config=config, heads=heads) for heads in ((8, 8), (4, 2), (4, 1))]
-    check(workers, 8, cases)
-    check(workers, 8, [Case(config=config | {"ranks_per_node": 8}, has_sink=True)])
+    cases += [Case(config=config | {"ranks_per_node": 8}, has_sink=True)]
+    check(cases, 8, workers)
 
 
 @pytest.mark.parametrize("fraction", slow_if([0.0, 1.0], [0.0, 0.5, 1.0]))
@@ -139,18 +93,10 @@ def test_bfloat16_is_nearly_as_exact_as_one_call_of_flash_attention(
                 assert found <= limit, (ranks, name, found, allowed[name])
 
 
-def lines_of(team: Team, case: Case) -> list[str]:
-    with logged() as lines:
-        context = team.context(BurstConfig(**case.config))
-        q, k, v, _ = (context.shard(x, dim=1) for x in case.inputs(context.ranks))
-        prepare(context, q, k, v, case.mask, 1.0)
-    return lines
-
-
 def test_auto_takes_it_and_the_log_says_what_the_next_best_would_cost(workers: WorkerPool) -> None:
     case = Case(config={"ranks_per_node": 1}, heads=(16, 16), chunk=256, dim=64)
-    (line,), *_ = workers.run(4, lines_of, case)
-    forward, backward = choice_of(case, 4).forward, choice_of(case, 4).backward
+    (line,), *_ = workers.run(4, lines_of_plans, case)
+    forward, backward = case.choice(4).forward, case.choice(4).backward
     assert f"forward {forward[0]} ({forward[1]})" in line
     assert f"backward {backward[0]} ({backward[1]})" in line
     assert "the 2 x 2 kv mesh" in str(forward[0]) and "the 2 x 2 kv mesh" in str(backward[0])
@@ -158,7 +104,7 @@ def test_auto_takes_it_and_the_log_says_what_the_next_best_would_cost(workers: W
 
 def test_memory_that_is_too_small_leaves_a_ring(workers: WorkerPool) -> None:
     case = Case(config={"ranks_per_node": 1, "memory_mb": 1}, heads=(16, 16), chunk=256, dim=64)
-    (line,), *_ = workers.run(4, lines_of, case)
+    (line,), *_ = workers.run(4, lines_of_plans, case)
     assert "forward the kv ring" in line and "mesh" not in line
 
 

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext, Mask, ring_attention
-from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.planning import choose
-from megatron_burst.plans.schedules.tiles import Tiling
-from megatron_burst.plans.schedules.topology import flat_grid
-from megatron_burst.plans.visibility.layout import zigzag
-from tests.attention.cases import Case, answer, logged, run_cases, variants
-from tests.attention.test_masks_on_rings import LAYOUT_NAMES, check
+from tests.attention.cases import (
+    LAYOUT_NAMES,
+    Case,
+    answer,
+    check,
+    logged,
+    run_cases,
+    variants,
+)
 from tests.plans.masks import Masking, hard_maskings, maskings
-from tests.plans.simulator import bytes_sent
 from tests.tier import examples, some
 from tests.workers import Team, WorkerPool
 
@@ -194,15 +195,7 @@ def test_what_is_sent_is_not_padded(
     dim, value_dim = sizes
     case = Case(config={"backward": backward}, chunk=6, dim=dim, value_dim=value_dim)
     (found,) = run_cases(workers, 4, [case])
-    shape = Shape(12, 4, 2, dim, value_dim, 4, 4)
-    config = BurstConfig(backward=backward)
-    tiling = Tiling(zigzag(48, 4), Mask.causal())
-    choice = choose(config, tiling, flat_grid(4), shape, [0] * 4)
-    for rank, reply in enumerate(found.replies):
-        forward, backward = choice.plans(rank)
-        expected = [bytes_sent(forward, shape.item_bytes(backward=False), 12)]
-        expected += [bytes_sent(backward, shape.item_bytes(), 12)]
-        assert [reply.forward.total(), reply.backward.total()] == expected
+    assert [reply.sent for reply in found.replies] == case.planned_bytes(4)
 
 
 def attend_deterministically(team: Team, case: Case) -> list[Tensor]:

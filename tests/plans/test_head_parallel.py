@@ -26,8 +26,7 @@ from megatron_burst.plans.visibility.layout import (
 )
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.transport.links import machine_here
-from tests.attention.cases import Case, answer, logged, run_cases
-from tests.attention.test_masks_on_rings import LAYOUT_NAMES, check
+from tests.attention.cases import LAYOUT_NAMES, Case, answer, check, logged, run_cases
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent
 from tests.tier import examples, one_in, some
