@@ -24,11 +24,8 @@ def blind_rank(ranks: int) -> Masking:
     """The queries of rank 1, chunks 1 and 2P-2 of a zigzag, see nothing; their keys nobody."""
     blocks = 2 * ranks
     dark = (1, blocks - 2)
-    return Masking(
-        table=tuple(
-            tuple(q not in dark and k not in dark for k in range(blocks)) for q in range(blocks)
-        )
-    )
+    sees = [[q not in dark and k not in dark for k in range(blocks)] for q in range(blocks)]
+    return Masking(table=tuple(map(tuple, sees)))
 
 
 PAINS: dict[str, dict[str, Any]] = {
@@ -37,12 +34,9 @@ PAINS: dict[str, dict[str, Any]] = {
         "chunk": 6,
         "masking": Masking(documents=(*range(10), 11, 23, 24, 48)),  # many of one token
     },
-    "torch 141429, a balanced layout without causality": {"masking": Masking(False)},
-    "ring-flash-attention, sums of gradients are aliases": {"chunk": 8, "dim": 8},
     "ring-flash-attention, in float64": {"chunk": 8, "dim": 8, "dtype": torch.float64},
-    "ring-flash-attention, in bfloat16": {"chunk": 8, "dim": 8, "dtype": torch.bfloat16},
 }
-LIMITS = {torch.float32: FLOAT32_TOLERANCE, torch.float64: 1e-14, torch.bfloat16: 1e-2}
+LIMITS = {torch.float32: FLOAT32_TOLERANCE, torch.float64: 1e-14}
 
 
 @pytest.mark.parametrize("pain", PAINS)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
-from megatron_burst.kernels import KERNELS, KernelInput
+from megatron_burst.kernels import KernelInput
 from megatron_burst.kernels.cpu import CpuKernel
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import head_groups
@@ -251,7 +251,3 @@ def test_a_fraction_beyond_0_and_1_is_refused(fraction: float) -> None:
     for make in (AttentionMemory, lambda f: BurstConfig(recompute_fraction=f)):
         with pytest.raises(ValueError, match=f"within 0 and 1, got {fraction}"):
             make(fraction)
-
-
-def test_the_cpu_kernel_is_the_one_counted() -> None:
-    assert isinstance(KERNELS["cpu"], CpuKernel)

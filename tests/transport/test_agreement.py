@@ -76,10 +76,6 @@ USUAL: dict[str, Any] = {"mask": Mask.causal(), "softmax_scale": 0.25}
 SINK = torch.zeros(2)
 
 
-def given(**changes: Any) -> dict[str, Any]:
-    return {**USUAL, **changes}
-
-
 def shaped(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> dict[str, Any]:
     x = torch.zeros(shape, dtype=dtype, requires_grad=grad)
     return {"q": x, "k": x, "v": x}
@@ -113,7 +109,7 @@ DISAGREEMENTS = {
 
 def call(context: BurstContext, **arguments: Any) -> None:
     tensors = shaped(1, 4, 2, 8) | {n: arguments.pop(n) for n in "qkv" if n in arguments}
-    ring_attention(**tensors, context=context, **given(**arguments))
+    ring_attention(**tensors, context=context, **USUAL | arguments)
 
 
 def disagree(team: Team, name: str, were_met: bool) -> tuple[str, float]:

@@ -219,13 +219,11 @@ def test_communicators_have_our_options_and_the_callers_win(
 
 @contextmanager
 def torchrun_node(number: int | None) -> Iterator[None]:
-    before = os.environ.pop("GROUP_RANK", None)
-    if number is not None:
-        os.environ["GROUP_RANK"] = str(number)
-    yield
-    os.environ.pop("GROUP_RANK", None)
-    if before is not None:
-        os.environ["GROUP_RANK"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GROUP_RANK", raising=False)
+        if number is not None:
+            patch.setenv("GROUP_RANK", str(number))
+        yield
 
 
 def classes(nodes: Sequence[object]) -> list[int]:

@@ -4,10 +4,12 @@ Without a device: tests/streams.py stands in for CUDA's streams.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_burst.transport.host import (
     HostMemory,
@@ -19,10 +21,6 @@ from megatron_burst.transport.host import (
 from tests.streams import Stream, Streams
 
 
-def layer(x: Tensor) -> Tensor:
-    return x * 2
-
-
 def train(layers: int, prefetches: bool = True, steps: int = 2) -> Streams:
     """Inputs of layers leave behind each layer; in the backward one comes back ahead."""
     streams, host = Streams(), HostMemory()
@@ -30,7 +28,7 @@ def train(layers: int, prefetches: bool = True, steps: int = 2) -> Streams:
         for _ in range(steps):
             x, inputs = torch.zeros(64, device="cuda"), list[Stored]()
             for _ in range(layers):
-                output = layer(x)
+                output = x * 2
                 inputs.append(host.store(x))
                 x = output
             while inputs:
@@ -72,7 +70,7 @@ def test_what_is_on_its_way_back_and_nobody_asks_for_is_waited_for() -> None:
 
 def test_values_return_and_buffers_are_used_again() -> None:
     host, seen = HostMemory(), set()
-    with _host_alone():
+    with host_alone():
         for _ in range(3):
             kept = [torch.randn(5, 7, dtype=torch.bfloat16) for _ in range(4)]
             copies = [x.clone() for x in kept]
@@ -89,36 +87,26 @@ def test_values_return_and_buffers_are_used_again() -> None:
 
 def test_an_input_that_is_never_asked_for_gives_its_buffer_back() -> None:
     host = HostMemory()
-    with _host_alone():
+    with host_alone():
         stored = host.store(torch.zeros(3))
         first = stored.there[0].data_ptr()
         del stored
         assert host.store(torch.zeros(3)).there[0].data_ptr() == first
 
 
-def _host_alone() -> "pytest.MonkeyPatch":
-    from contextlib import contextmanager
-    from types import SimpleNamespace
-
-    @contextmanager
-    def patched():
-        done = SimpleNamespace(
-            wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: None
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "Stream", lambda _: done)
-            patch.setattr(torch.cuda, "current_stream", lambda _=None: done)
-
-            @contextmanager
-            def stream(_):
-                yield
-
-            patch.setattr(torch.cuda, "stream", stream)
-            make = torch.empty
-            patch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: make(*a, **k))
-            yield
-
-    return patched()
+@contextmanager
+def host_alone() -> Iterator[None]:
+    """As if its memory were pinned, and copies done at once."""
+    done = SimpleNamespace(
+        wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: None
+    )
+    make = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda _: done)
+        patch.setattr(torch.cuda, "current_stream", lambda _=None: done)
+        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        patch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: make(*a, **k))
+        yield
 
 
 @pytest.mark.parametrize(
@@ -145,7 +133,7 @@ def test_sizes_that_change_take_no_more_than_the_largest(monkeypatch: pytest.Mon
     """Beside a size that does not change, of two tensors a layer, four layers of a micro-batch."""
     sizes, most, same, emptied = random.Random(0), 0, 9 * 2**20, []
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(len(buffers._free)))
-    with _host_alone():
+    with host_alone():
         buffers = PinnedBuffers()
         for _ in range(100):
             size = sizes.randrange(4 * 2**20, 8 * 2**20)
@@ -160,7 +148,7 @@ def test_sizes_that_change_take_no_more_than_the_largest(monkeypatch: pytest.Mon
 
 
 def test_buffers_are_cut_from_slabs() -> None:
-    with _host_alone():
+    with host_alone():
         buffers = PinnedBuffers()
         taken = [buffers.take(5 * 2**20 - 3) for _ in range(6)]
         assert len(buffers.take(0)) == 256  # of what is kept of no rows

@@ -69,17 +69,6 @@ def test_it_reports_what_is_not_through_before_nccl_ends_the_process(
     assert said == [text]
 
 
-def test_seconds_of_long_limits_are_written_out(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
-    Clock(monkeypatch)
-    watchdog = Watchdog([lambda: 36_000.0], said.append)
-    watchdog.watch("send kv of rank 0", Work().is_completed, lambda: 36_000.0)
-    watchdog.look(32_400.4)
-    assert "after 32400 s; NCCL ends the process after 36000 s" in said[0]
-
-
 class Adopted:
     """Stands in for a group of NCCL that was made with a limit of its own."""
 
