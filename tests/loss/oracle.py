@@ -1,10 +1,13 @@
 """The loss from the logits of all tokens, in float64 by autograd. Shares no code with ours."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.oracle import relative_error
 
 # Every objective that the library has, alone and together.
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -103,10 +106,20 @@ def ours(case: Case, grad: Tensor | None = None, **arguments: Any) -> Result:
     return Result(loss.detach(), *torch.autograd.grad(loss, (hidden, weight), grad))
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The Frobenius norm of the difference over that of what is expected; NaN is infinite."""
-    difference = (found.double() - expected.double()).norm()
-    return (difference / expected.double().norm().clamp_min(1e-300)).nan_to_num(torch.inf).item()
+def share(case: Case, rank: int, ranks: int, parts: bool) -> tuple[Tensor, Tensor]:
+    """A rank's hidden states, of a part of the tokens or of all, and its rows of the weight."""
+    hidden = case.hidden.chunk(ranks)[rank] if parts else case.hidden
+    weight = case.weight.chunk(ranks)[rank]
+    return hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+
+
+def together(results: Sequence[Result], parts: bool) -> Result:
+    """The whole result; every rank must have the same losses."""
+    first = results[0]
+    assert all(torch.equal(r.loss, first.loss) for r in results)
+    assert parts or all(torch.equal(r.d_hidden, first.d_hidden) for r in results)
+    d_hidden = torch.cat([r.d_hidden for r in results]) if parts else first.d_hidden
+    return Result(first.loss, d_hidden, torch.cat([r.d_weight for r in results]))
 
 
 def errors(found: Result, expected: Result) -> list[float]:

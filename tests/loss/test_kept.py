@@ -17,8 +17,18 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk import InTorch
 from megatron_burst.loss.chunk_size import KEPT_MB, Chunking, Sizes, choose, within
 from megatron_burst.loss.kept import Keeper
-from tests.loss.oracle import OBJECTIVES, Case, Result, errors, make_case, oracle, relative_error
-from tests.loss.test_memory import MIB, K, peak_bytes
+from tests.loss.oracle import (
+    OBJECTIVES,
+    Case,
+    Result,
+    errors,
+    make_case,
+    oracle,
+    share,
+    together,
+)
+from tests.loss.test_memory import MIB, K
+from tests.oracle import relative_error
 from tests.workers import Team, WorkerPool
 
 TOLERANCE = 2e-6  # float32
@@ -176,10 +186,7 @@ def test_bfloat16_is_rounded_once_by_powers_of_two(factor: float, allowed: float
 
 
 def on_a_rank(team: Team, case: Case, parts: bool, grads: list[Tensor]) -> list[Any]:
-    ranks, rank = team.group.size(), team.rank
-    hidden = case.hidden.chunk(ranks)[rank] if parts else case.hidden
-    hidden = hidden.clone().requires_grad_()
-    weight = case.weight.chunk(ranks)[rank].clone().requires_grad_()
+    hidden, weight = share(case, team.rank, team.group.size(), parts)
     said: list[Chunking] = []
     call = Call(
         weights=a_mask(case),
@@ -207,9 +214,7 @@ def test_ranks_of_the_vocabulary(workers: WorkerPool, ranks: int, parts: bool) -
     grads = [FACTOR * a_mask(case), case.grad]
     shares = workers.run(ranks, on_a_rank, case, parts, grads)
     for number, grad in enumerate(grads):
-        results = [share[number] for share in shares]
-        d_hidden = torch.cat([r.d_hidden for r in results]) if parts else results[0].d_hidden
-        whole = Result(results[0].loss, d_hidden, torch.cat([r.d_weight for r in results]))
+        whole = together([each[number] for each in shares], parts)
         expected = oracle(case, grad, label_smoothing=0.1, z_loss=1e-3, logit_softcap=5.0)
         assert max(errors(whole, expected)) < TOLERANCE
 
@@ -247,21 +252,6 @@ def test_by_default_a_small_dw_is_kept_or_one_that_is_there_anyhow() -> None:
     free = sizes(dtype=torch.float32, fused=False, kept_apart=False)
     assert choose(free, None, 64 * MIB).keeps and choose(free, 5, None).keeps
     assert not choose(sizes(kept_apart=None), 5, None).keeps
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
-    said: list[Chunking] = []
-    kept = {"tokens": 4 * K, "vocabulary": 4 * K, "hidden": 64, "dtype": dtype}
-
-    def function(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        mask = torch.ones(len(targets))
-        call = Call(memory_mb=64, on_chunking=said.append, weights=mask)
-        return losses_of(hidden, weight, targets, call)
-
-    peak = peak_bytes(function, **kept, device="cpu")
-    assert said[0].keeps and said[0].tokens < 4 * K
-    assert 0.9 * said[0].peak < peak <= said[0].peak <= 64 * MIB
 
 
 def one_model() -> tuple[Case, Tensor, list[Chunking], Callable[[], Tensor]]:

@@ -6,6 +6,7 @@ tests/training runs the same in whole trainings.
 import copy
 import logging
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +44,14 @@ CONFIG = LmHeadConfig(loss="chunked", chunk_size=5)
 LABELS = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) * 7 % ROWS
 
 
+def drawn(seed: int) -> list[Tensor]:
+    """Hidden states and a weight."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*n, SIZE, generator=generator) for n in ((TOKENS, BATCH), (ROWS,))]
+
+
 def model(kind: str = "hybrid", **settings: Any) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(*n, SIZE, generator=generator) for n in ((TOKENS, BATCH), (ROWS,))
-    )
-    return bare(kind, hidden, weight, **settings)
+    return bare(kind, *drawn(0), **settings)
 
 
 def in_chunks(made: Any) -> Any:
@@ -81,26 +84,32 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Any:
     MTPLossLoggingHelper.tracker.clear()
 
 
+def compare(
+    logged: Any, labels: Tensor, mask: Tensor, kind: str = "hybrid", **settings: Any
+) -> None:
+    """Losses, gradients and what MTP counts, in chunks and as Megatron makes them."""
+    found: list[list[Tensor]] = []
+    for attach in (lambda made: made, in_chunks):
+        made = attach(model(kind, **settings))
+        losses = run(made, labels, loss_mask=mask)
+        assert losses.shape == LABELS.shape and losses.dtype == torch.float32
+        assert losses.is_contiguous()
+        (losses * mask).sum().backward()
+        counts = {name: value.clone() for name, value in logged.items() if "values" in name}
+        assert len(counts) == 3 * made.mtp_process
+        losses = losses.where(labels >= 0, 0.0)
+        found.append([losses, *(p.grad for p in made.parameters()), *counts.values()])
+        logged.clear()
+    for ours, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_gradients_and_counts_are_those_of_the_logits(
     logged: Any, kind: str, settings: str
 ) -> None:
-    mask = (LABELS % 3 > 0).float()
-    found: list[list[Tensor]] = []
-    for attach in (lambda made: made, in_chunks):
-        made = attach(model(kind, **SETTINGS[settings]))
-        losses = run(made, loss_mask=mask)
-        assert losses.shape == LABELS.shape and losses.dtype == torch.float32
-        assert losses.is_contiguous()
-        (losses * mask).sum().backward()
-        gradients = [p.grad for p in made.parameters()]
-        counts = {name: value.clone() for name, value in logged.items() if "values" in name}
-        assert len(counts) == 3 * made.mtp_process
-        found.append([losses, *gradients, *counts.values()])
-        logged.clear()
-    for ours, expected in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(ours, expected)
+    compare(logged, LABELS, (LABELS % 3 > 0).float(), kind, **SETTINGS[settings])
 
 
 @pytest.mark.parametrize("left", [BATCH * TOKENS, TOKENS + 3, 1, 0])
@@ -108,17 +117,8 @@ def test_heads_of_mtp_count_beside_tokens_that_are_ignored(logged: Any, left: in
     """As --sft has them: -100 where no loss is asked for."""
     labels = LABELS.flatten().clone()
     labels[: LABELS.numel() - left] = -100
-    labels, found = labels.view_as(LABELS), list[list[Tensor]]()
-    mask = (labels >= 0).float()
-    for attach in (lambda made: made, in_chunks):
-        made = attach(model(mtp=True))
-        losses = run(made, labels, loss_mask=mask) * mask
-        losses.sum().backward()
-        counts = [value.clone() for name, value in logged.items() if "values" in name]
-        found.append([losses, *(p.grad for p in made.parameters()), *counts])
-        logged.clear()
-    for ours, expected in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(ours, expected)
+    labels = labels.view_as(LABELS)
+    compare(logged, labels, (labels >= 0).float(), mtp=True)
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -191,10 +191,7 @@ def test_the_counts_are_of_tokens_that_were_foretold(logged: Any) -> None:
 
 
 def _best_over_ranks(team: Team) -> bool:
-    generator = torch.Generator().manual_seed(1)
-    hidden, weight = (
-        torch.randn(*n, SIZE, generator=generator) for n in ((TOKENS, BATCH), (ROWS,))
-    )
+    hidden, weight = drawn(1)
     shard = weight.chunk(team.group.size())[team.rank]
     made = in_chunks(bare("gpt", hidden, shard, mtp=True, group=team.group))
     made.eval()
@@ -504,8 +501,6 @@ def test_apexs_kernel_is_taken_under_fusion(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch, general_gemm: Any) -> None:
-    import sys
-
     module = SimpleNamespace(general_gemm=general_gemm)
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())

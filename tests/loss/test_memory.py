@@ -17,6 +17,7 @@ from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import MIB, Chunking
+from megatron_burst.loss.function import apply
 from megatron_burst.tools.live_bytes import LiveBytes
 from tests.loss.oracle import OBJECTIVES
 from tests.tier import one_in, slow_if
@@ -89,22 +90,21 @@ def test_the_limit_holds_for_every_objective(objective: str, dtype: torch.dtype)
     assert peak_bytes(function, **size) <= 48 * MIB
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype) -> None:
+def test_what_is_computed_takes_what_is_foretold(dtype: torch.dtype, keeps: bool) -> None:
+    """Whether the forward keeps gradients or not."""
     foretold: list[Chunking] = []
-    call = Call(memory_mb=16, on_chunking=foretold.append)
-    function = lambda *tensors: call_of(call, *tensors)  # noqa: E731
-    size = {"tokens": 1 * K, "vocabulary": 8 * K, "hidden": 64, "dtype": dtype}
+
+    def function(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        mask = torch.ones(len(targets)) if keeps else None
+        call = Call(memory_mb=64, on_chunking=foretold.append, weights=mask)
+        return apply(hidden, weight, targets, call)[0]
+
+    size = {"tokens": 4 * K, "vocabulary": 4 * K, "hidden": 64, "dtype": dtype}
     computed = peak_bytes(function, **size, device="cpu")
-    assert computed <= foretold[0].peak <= 16 * MIB
-    assert foretold[0].tokens < 1 * K
-    assert computed > 0.9 * foretold[0].peak
-
-
-def call_of(call: Call, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    from megatron_burst.loss.function import apply
-
-    return apply(hidden, weight, targets, call)[0]
+    assert foretold[0].keeps is keeps and foretold[0].tokens < 4 * K
+    assert 0.9 * foretold[0].peak < computed <= foretold[0].peak <= 64 * MIB
 
 
 def test_no_length_needs_more_than_the_limit() -> None:

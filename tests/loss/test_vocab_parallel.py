@@ -1,5 +1,6 @@
 """The vocabulary over 2 and 4 ranks, sequence parallelism, and Megatron's own path. (fast tier)"""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +19,10 @@ from tests.loss.oracle import (
     in_one,
     make_case,
     oracle,
-    relative_error,
+    share,
+    together,
 )
+from tests.oracle import relative_error
 from tests.workers import Team, WorkerPool
 
 TOLERANCE = 2e-6
@@ -30,30 +33,20 @@ class Counted(NamedTuple):
     collectives: list[str]
 
 
+def noted(called: list[str], name: str, collective: Any, *args: Any, **kwargs: Any) -> Any:
+    is_statistics = name.startswith("all_gather") and not kwargs.get("async_op")
+    is_sizes = args[0].dtype == torch.int64
+    called.append("sizes" if is_sizes else "statistics" if is_statistics else name)
+    return collective(*args, **kwargs)
+
+
 def on_a_rank(team: Team, case: Case, sequence_parallel: bool, arguments: Any) -> Counted:
     """One rank's share: its rows of the weight and, under sequence parallelism, its tokens."""
-    ranks, rank = team.group.size(), team.rank
-    hidden = case.hidden.chunk(ranks)[rank] if sequence_parallel else case.hidden
-    hidden = hidden.clone().requires_grad_()
-    weight = case.weight.chunk(ranks)[rank].clone().requires_grad_()
+    hidden, weight = share(case, team.rank, team.group.size(), sequence_parallel)
     called: list[str] = []
-    originals = {
-        name: getattr(dist, name)
-        for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
-    }
-
-    def counting(name: str) -> Any:
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            is_statistics = name.startswith("all_gather") and not kwargs.get("async_op")
-            is_sizes = args[0].dtype == torch.int64
-            called.append("sizes" if is_sizes else "statistics" if is_statistics else name)
-            return originals[name](*args, **kwargs)
-
-        return collective
-
-    try:
-        for name in originals:
-            setattr(dist, name, counting(name))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"):
+            patch.setattr(dist, name, partial(noted, called, name, getattr(dist, name)))
         made = linear_cross_entropy(
             *(hidden, weight, case.targets),
             group=team.group,
@@ -62,23 +55,14 @@ def on_a_rank(team: Team, case: Case, sequence_parallel: bool, arguments: Any) -
         )
         loss, grad = in_one(made, case.grad)
         d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight), grad)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
     return Counted(Result(loss.detach(), d_hidden, d_weight), called)
 
 
-def together(shares: list[Counted], sequence_parallel: bool) -> Result:
-    """The whole result; every rank must have the same losses."""
-    results = [share.result for share in shares]
-    first = results[0]
-    assert all(torch.equal(r.loss, first.loss) for r in results)
-    if sequence_parallel:
-        d_hidden = torch.cat([r.d_hidden for r in results])
-    else:
-        d_hidden = first.d_hidden
-        assert all(torch.equal(r.d_hidden, d_hidden) for r in results)
-    return Result(first.loss, d_hidden, torch.cat([r.d_weight for r in results]))
+def whole(
+    workers: WorkerPool, ranks: int, case: Case, sequence_parallel: bool, options: Any
+) -> Result:
+    shares = workers.run(ranks, on_a_rank, case, sequence_parallel, options)
+    return together([each.result for each in shares], sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence-parallel"])
@@ -90,9 +74,7 @@ def test_float32_equals_float64(
     arguments = OBJECTIVES[objective]
     case = make_case((8, 3), ignore_index=arguments.get("ignore_index", -100))
     options = {"chunk_size": 17, **arguments}
-    found = together(
-        workers.run(ranks, on_a_rank, case, sequence_parallel, options), sequence_parallel
-    )
+    found = whole(workers, ranks, case, sequence_parallel, options)
     assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
 
 
@@ -114,8 +96,7 @@ def test_hardly_any_tokens_and_large_logits(
 ) -> None:
     """The largest logit of all ranks counts, whichever rank has it."""
     case = HARD[name]._replace(grad=torch.ones(HARD[name].targets.shape))
-    shares = workers.run(4, on_a_rank, case, sequence_parallel, {"chunk_size": 5})
-    found = together(shares, sequence_parallel)
+    found = whole(workers, 4, case, sequence_parallel, {"chunk_size": 5})
     assert found.loss.shape == case.targets.shape
     assert all(part.isfinite().all() for part in found)
     if name in ("no token", "all ignored"):
@@ -133,7 +114,7 @@ def test_tokens_that_only_fill_a_part_up_have_no_gradient(workers: WorkerPool) -
     targets[[0, 4, 5, 6]] = -100
     grad = torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 0])
     case = plain._replace(hidden=1e3 * plain.hidden, targets=targets, grad=grad)
-    found = together(workers.run(2, on_a_rank, case, True, {"chunk_size": 4}), True)
+    found = whole(workers, 2, case, True, {"chunk_size": 4})
     assert max(errors(found, oracle(case))) < 10 * TOLERANCE
 
 
@@ -141,8 +122,8 @@ def test_one_reduction_serves_all_chunks(workers: WorkerPool) -> None:
     case = make_case((8, 3))
     case.targets.fill_(1)  # none is left out
     options = {"chunk_size": 2}
-    (whole, _) = workers.run(2, on_a_rank, case, False, options)
-    assert whole.collectives == ["sizes", "statistics", "all_reduce"]
+    (unspread, _) = workers.run(2, on_a_rank, case, False, options)
+    assert unspread.collectives == ["sizes", "statistics", "all_reduce"]
     (spread, _) = workers.run(2, on_a_rank, case, True, {"chunk_size": 10})
     gather, reduce = "all_gather_into_tensor", "reduce_scatter_tensor"
     forward, backward = [gather] * 3, [gather, gather, reduce, gather, reduce, reduce]
@@ -181,7 +162,7 @@ def test_statistics_combined_block_by_block_are_the_same(
     options = {"memory_mb": 0.25, **arguments}
     shares = workers.run(2, on_a_rank, case, sequence_parallel, options)
     assert shares[0].collectives.count("statistics") > 2, "the case has several blocks"
-    found = together(shares, sequence_parallel)
+    found = together([each.result for each in shares], sequence_parallel)
     assert max(errors(found, oracle(case, **arguments))) < TOLERANCE
 
 
@@ -189,9 +170,7 @@ def megatrons_path(team: Team, case: Case, smoothing: float) -> Result:
     """What Megatron does with a rank's logits, by Megatron's own code."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    ranks, rank = team.group.size(), team.rank
-    hidden = case.hidden.clone().requires_grad_()
-    weight = case.weight.chunk(ranks)[rank].clone().requires_grad_()
+    hidden, weight = share(case, team.rank, team.group.size(), False)
     loss = vocab_parallel_cross_entropy(
         F.linear(hidden, weight), case.targets, smoothing, tp_group=team.group
     )
@@ -206,10 +185,8 @@ def test_the_same_as_megatron_with_a_padded_vocabulary(workers: WorkerPool, rank
     pytest.importorskip("megatron.core")
     case = make_case((8, 3), vocabulary=64, ignore_index=0)
     case = case._replace(targets=case.targets.clamp_max(49), grad=case.grad)
-    ours = together(workers.run(ranks, on_a_rank, case, False, {"chunk_size": 5}), False)
-    theirs = together(
-        [Counted(r, []) for r in workers.run(ranks, megatrons_path, case, 0.0)], False
-    )
+    ours = whole(workers, ranks, case, False, {"chunk_size": 5})
+    theirs = together(workers.run(ranks, megatrons_path, case, 0.0), False)
     assert max(errors(ours, theirs)) < TOLERANCE
 
 
@@ -224,11 +201,10 @@ def test_bfloat16_is_no_worse_than_megatron(workers: WorkerPool, ranks: int) -> 
         factor = torch.rand((), generator=torch.Generator().manual_seed(seed)) / 256
         case = case._replace(grad=torch.full_like(case.grad, factor))
         expected = oracle(case)
-        arguments = {"chunk_size": 100}
-        found = together(workers.run(ranks, on_a_rank, case, False, arguments), False)
+        found = whole(workers, ranks, case, False, {"chunk_size": 100})
         ours.append(errors(found, expected))
-        megatron = [Counted(r, []) for r in workers.run(ranks, megatrons_path, case, 0.0)]
-        theirs.append(errors(together(megatron, False), expected))
+        megatrons = together(workers.run(ranks, megatrons_path, case, 0.0), False)
+        theirs.append(errors(megatrons, expected))
     means = [torch.tensor(many).mean(0) for many in (ours, theirs)]
     print(f"TP {ranks}, loss, d_hidden, d_weight: ours {means[0]}, theirs {means[1]}")
     assert (means[0] <= 1.001 * means[1]).all()
