@@ -100,22 +100,11 @@ class Case:
         return Shape.of(rows, self.heads, dims, self.dtype.itemsize, sent_as)
 
     def choice(self, ranks: int) -> Choice:
-        """What so many ranks take, where their numbers begin with a node."""
-        config, shape = BurstConfig(**self.config), self.shape
-        nodes = [rank // (config.ranks_per_node or ranks) for rank in range(ranks)]
-        grid, _ = choose_grid(config.shape_of_rings, nodes)
         tiling = Tiling(self.layout_of(ranks), self.mask)
-        links = Links.of(nodes, shape, machine_here(), 1)
-        return choose(config, tiling, grid, shape, nodes, links=links)
+        return choice_of(BurstConfig(**self.config), tiling, self.shape)
 
     def planned_bytes(self, ranks: int) -> list[tuple[int, ...]]:
-        """What each rank sends forward and backward by the plans of that choice."""
-        choice, local = self.choice(ranks), 2 * self.chunk
-        sizes = [self.shape.item_bytes(backward=backward) for backward in (False, True)]
-        return [
-            tuple(map(bytes_sent, choice.plans(rank), sizes, (local, local)))
-            for rank in range(ranks)
-        ]
+        return planned_bytes(self.choice(ranks), self.shape, 2 * self.chunk)
 
     def one_kernel_call(self, ranks: int, kernel_name: str, device: str = "cpu") -> oracle.Result:
         """The same by one call of a kernel for the whole sequence."""
@@ -125,6 +114,22 @@ class Case:
         out, lse = kernel.forward(tile)
         gradients = kernel.backward(tile, dout, out, lse)
         return oracle.Result(*(x.cpu() for x in (out, lse, *gradients)))
+
+
+def choice_of(config: BurstConfig, tiling: Tiling, shape: Shape) -> Choice:
+    """What ranks take whose numbers begin with a node."""
+    nodes = [rank // (config.ranks_per_node or tiling.ranks) for rank in range(tiling.ranks)]
+    grid, _ = choose_grid(config.shape_of_rings, nodes)
+    links = Links.of(nodes, shape, machine_here(), 1)
+    return choose(config, tiling, grid, shape, nodes, links=links)
+
+
+def planned_bytes(choice: Choice, shape: Shape, local_tokens: int) -> list[tuple[int, ...]]:
+    """What each rank sends forward and backward by the plans of a choice."""
+    sizes = [shape.item_bytes(backward=backward) for backward in (False, True)]
+    both = local_tokens, local_tokens
+    ranks = range(choice.tiling.ranks)
+    return [tuple(map(bytes_sent, choice.plans(rank), sizes, both)) for rank in ranks]
 
 
 @dataclass(frozen=True)

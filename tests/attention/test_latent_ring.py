@@ -32,7 +32,7 @@ from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.reference.dense import Visibility
 from megatron_burst.reference.verify import Finding, attend_beside_reference
 from tests import oracle
-from tests.attention.cases import FLOAT32_TOLERANCE, LAYOUT_NAMES, logged
+from tests.attention.cases import FLOAT32_TOLERANCE, LAYOUT_NAMES, choice_of, logged, planned_bytes
 from tests.attention.faults import lost_gradient, no_fault, replaced
 from tests.plans.masks import Masking, hard_maskings
 from tests.plans.simulator import bytes_sent
@@ -198,38 +198,29 @@ def cases_of(ranks: int, per_node: int) -> list[Case]:
 def test_float32_equals_dense_attention_and_bytes_equal_the_plans(
     workers: WorkerPool, name: str
 ) -> None:
-    check(workers, *PLACES[name], cases_of(*PLACES[name]))
+    check(workers, PLACES[name][0], cases_of(*PLACES[name]))
 
 
 def test_meshes_send_latents_too(workers: WorkerPool) -> None:
     cases = [Case(config=way | {"ranks_per_node": 8}, chunk=5, heads=2) for way in MESHES]
-    check(workers, 4, 8, cases)
+    check(workers, 4, cases)
 
 
 def test_a_visitor_that_comes_twice_is_read_where_it_is(workers: WorkerPool) -> None:
     """In a mesh, a step later, to another place; the first is others' by then."""
     config = {"backward": "kv", "topology": "mesh", "ranks_per_node": 2}
-    check(workers, 8, 2, [Case(config=config, chunk=8, heads=2, masking=Masking(window=42))])
+    check(workers, 8, [Case(config=config, chunk=8, heads=2, masking=Masking(window=42))])
 
 
-def check(workers: WorkerPool, ranks: int, per_node: int, cases: Sequence[Case]) -> None:
+def check(workers: WorkerPool, ranks: int, cases: Sequence[Case]) -> None:
     for case, (found, replies) in zip(cases, run(workers, ranks, cases), strict=True):
         worst = errors(found, case.expected(ranks))
         assert max(worst.values()) < FLOAT32_TOLERANCE, (case, worst)
-        for rank, reply in enumerate(replies):
-            assert reply.sent == planned_bytes(case, ranks, per_node, rank), case
-
-
-def planned_bytes(case: Case, ranks: int, per_node: int, rank: int) -> tuple[int, ...]:
-    config = BurstConfig(**{**LATENT, **case.config})
-    tiling = Tiling(make_layout(config, 2 * ranks * case.chunk, ranks), case.masking.mask)
-    nodes = [r // per_node for r in range(ranks)]
-    grid, _ = choose_grid(config.shape_of_rings, nodes)
-    shape, local = shape_of(case), 2 * case.chunk
-    links = Links.of(nodes, shape, H100, 1)
-    plans = choose(config, tiling, grid, shape, nodes, links=links).plans(rank)
-    sizes = shape.item_bytes(backward=False), shape.item_bytes()
-    return tuple(bytes_sent(p, s, local) for p, s in zip(plans, sizes, strict=True))
+        config = BurstConfig(**{**LATENT, **case.config})
+        tiling = Tiling(make_layout(config, 2 * ranks * case.chunk, ranks), case.masking.mask)
+        shape = shape_of(case)
+        planned = planned_bytes(choice_of(config, tiling, shape), shape, 2 * case.chunk)
+        assert [reply.sent for reply in replies] == planned, case
 
 
 def shape_of(case: Case) -> Shape:

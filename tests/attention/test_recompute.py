@@ -19,7 +19,6 @@ from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.choice.planning import choose
-from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import (
@@ -32,7 +31,7 @@ from megatron_burst.plans.visibility.layout import (
     striped,
     zigzag,
 )
-from megatron_burst.transport.links import machine_here
+from tests.attention.cases import choice_of
 from tests.plans.masks import LAYOUTS, Masking
 from tests.plans.simulator import bytes_sent, tiles_of
 from tests.tier import examples, one_in
@@ -157,10 +156,8 @@ def test_what_runs_again_and_what_is_kept_is_the_policys(
     tokens, shape = 4 * LOCAL, Shape(LOCAL, HEADS, KV_HEADS, DIM, DIM, 4, 4)
     layout, mask = make_layout(config, tokens, 4), masking_of(masking, tokens).mask
     stop = boundary(layout, fraction)
-    nodes = [0] * 4 if grid.nodes == 1 else [0, 0, 1, 1]
-    links = Links.of(nodes, shape, machine_here(), 1)
     early, whole = (
-        choose(config, Tiling(layout, m), grid, shape, nodes, links=links)
+        choice_of(config, Tiling(layout, m), shape)
         for m in (replace(mask, query_stop=stop) if stop < tokens else mask, mask)
     )
     replies = workers.run(4, counted, place, masking, fraction)
