@@ -37,15 +37,6 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def add_gone(parser: argparse.ArgumentParser, *names: str, remedy: str) -> None:
-    """Refuse flags that are no more, with what to do in their place."""
-
-    def refused(_: str) -> None:
-        raise argparse.ArgumentTypeError(f"there is no such flag any more: {remedy}")
-
-    parser.add_argument(*names, nargs="?", const="", type=refused, help=argparse.SUPPRESS)
-
-
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     """Return a verb's own words, and those behind `--`: None where there is no `--`."""
     cut = words.index("--") if "--" in words else None

@@ -169,8 +169,6 @@ NODES = ("launch_nodes.sh", "--nodes", "a b")
         ((*SLURM, "--run", "huge"), {}, "there is no run huge; there are: "),
         ((*NODES, "--run", "huge"), {}, "there is no run huge"),
         (("launch.slurm",), {}, "--nodes N"),
-        ((*SLURM, "--check"), {}, "Slurm's HealthCheckProgram drains nodes"),
-        (("check_nodes.sh", "--timeout", "3"), {}, "it is enough to name the --nodes"),
         ((*SLURM, "--output", "a%j"), {}, "a%j: in --output a % or \\ has a meaning for sbatch"),
         ((*SLURM, "--output", "a,b:c"), {"BURST_IMAGE": "i:1"}, "a,b:c: a path with a comma or a"),
     ],

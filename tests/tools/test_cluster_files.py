@@ -66,11 +66,3 @@ def test_what_cannot_be_meant_is_refused(
 def test_what_is_no_toml_is_named(tmp_path: Path, printed: Printed, text: bytes) -> None:
     file = tmp_path / "mine.toml"
     assert f"{file} is no TOML: " in refusal(file, text, printed)
-
-
-@pytest.mark.parametrize("flag", ["--nic-gb-s", "--forward-tflops", "--plot"])
-def test_a_flag_that_is_no_more_says_what_to_do(printed: Printed, flag: str) -> None:
-    for value in ("1", ""):
-        said = printed(["plan", "--cluster", "h100", *ASKED, flag, *filter(None, [value])], 2)
-        assert flag in said and ": there is no such flag any more: " in said
-        assert ("a file for --cluster" in said) == (flag != "--plot")

@@ -6,7 +6,6 @@ _ABOUT = """Predicts memory, bytes, exposed communication and time of a training
 algorithm and puts what fits first, then the fastest. After -- come Megatron's flags, which win over
 those of the run or the model; or a whole command, pasted as it is: then the answer is the doctor's
 findings, the step as it stands, and the same with our flags."""
-_RATES = "--within-gb-s --nic-gb-s --forward-tflops --backward-tflops --linear-tflops".split()
 
 
 def parser() -> options.Parser:
@@ -26,19 +25,12 @@ def parser() -> options.Parser:
     add("--gpt", action="store_true", help="as a GPTModel (default: as a HybridModel)")
     text = "print the names of models, clusters and runs, or of those that match, as 'llama*'"
     add("--list", nargs="?", const="*", metavar="PATTERN", help=text)
-    add(
-        "--model",
-        metavar="NAME",
-        help="a model of configs/; or flags, or a whole command, after --",
-    )
+    text = "a model of configs/; or flags, or a whole command, after --"
+    add("--model", metavar="NAME", help=text)
     text = "a800, a100, h100, h200, b200, gb200, or a file that --measure wrote"
     add("--cluster", metavar="NAME", help=text)
-    add(
-        "--gpus",
-        type=options.positive,
-        metavar="N",
-        help="of the job (default: what torchrun says after --)",
-    )
+    text = "of the job (default: what torchrun says after --)"
+    add("--gpus", type=options.positive, metavar="N", help=text)
     text = "tokens of a sequence, as 131072, 128k or 1M"
     add("--seq-length", type=options.tokens, metavar="N", help=text)
     text = "of attention that may be recomputed in recomputed layers (default: 0 0.5 1)"
@@ -54,10 +46,4 @@ def parser() -> options.Parser:
     text = "measure the rates of this machine and write a cluster file"
     add("--measure", metavar="FILE", help=text)
     add("--top", type=options.positive, default=20, metavar="N", help="rows (default: 20)")
-    options.add_gone(
-        made, "--flags", remedy="megatron-burst launch local --dry-run --run NAME has them"
-    )
-    options.add_gone(made, "--plot", remedy="--json has memory and tokens/s of every way")
-    text = "write it into a file for --cluster, which may have another cluster as its base"
-    options.add_gone(made, *_RATES, remedy=text)
     return made

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_burst.tools.launch import site, ssh
-from megatron_burst.tools.options import add_gone
 
 ABOUT = """Asks every node at the same time, by nvidia-smi over ssh, and prints a line for each, and
 why one is not free: busy, or unhealthy, by uncorrected ECC errors, other GPUs than most nodes or no
@@ -28,8 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar='"HOST ..."', help="default: BURST_NODES")
     text = "print the names of the free nodes alone, on one line"
     parser.add_argument("--list", action="store_true", help=text)
-    gone = "--memory-mib", "--timeout", "--self", "--answers"
-    add_gone(parser, *gone, remedy="it is enough to name the --nodes, which are asked over ssh")
 
 
 def run(args: argparse.Namespace) -> int:

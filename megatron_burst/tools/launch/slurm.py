@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
-from megatron_burst.tools.options import add_gone
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
@@ -30,7 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "save before the job's time is over (sbatch --signal, default: 300 s), and go back into "
     text += "the queue, until the training is done"
     parser.add_argument("--chain", action="store_true", help=text)
-    add_gone(parser, "--check", remedy="Slurm's HealthCheckProgram drains nodes, or --exclude them")
 
 
 def run(args: argparse.Namespace) -> int:
