@@ -14,12 +14,11 @@ from rich.console import Console
 from megatron_burst.config import size_or_auto
 from megatron_burst.tools import terminal
 from megatron_burst.tools.arguments.compare import parser
-from megatron_burst.tools.compare.fitting import fitted
 from megatron_burst.tools.compare.page import Comparison, as_json, table, write_report
 from megatron_burst.tools.compare.results import LEFT_OUT, RAN, Result, gpus, machine
 from megatron_burst.tools.compare.running import Series, Watched
 from megatron_burst.tools.compare.toy import make_toy
-from megatron_burst.tools.compare.variants import Job, Variant, choose, variants
+from megatron_burst.tools.compare.variants import Job, Variant, choose, fitted, variants
 from megatron_burst.tools.flags import (
     DOCUMENTS,
     Flags,

@@ -1,20 +1,26 @@
-"""Which ways of context parallelism are compared, by which flags, and why one cannot run here."""
+"""Which ways of context parallelism are compared, by which flags, and why one cannot run here.
+
+Of the flags that all share a variant goes without those that its attention would refuse.
+"""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_burst.config import Topology
+from megatron_burst.config import BurstConfig, Topology
 from megatron_burst.plans.choice.head_chunks import check_head_chunks
 from megatron_burst.plans.choice.head_parallel import head_groups, kv_head_copies
 from megatron_burst.plans.schedules.topology import choose_grid
+from megatron_burst.plugin.flags import attention_flags
+from megatron_burst.plugin.limits import MEGATRON
 from megatron_burst.plugin.refusals import ranks_refusal
-from megatron_burst.tools.flags import DOCUMENTS, Heads
+from megatron_burst.tools.flags import DOCUMENTS, Flags, Heads, flags_in, without
+from megatron_burst.tools.plan.reading import config_of
 
 REFERENCES = ("CP=1 megatron", "CP=1 burst")
 """The first of them that ran is what the losses of all are held against."""
-_MOST_RANKS = 2**17
+_MASK = "--burst-block-mask"
 # How Megatron's local attention tells documents apart, on one context-parallel rank.
 _DENSE_MASK = "--reset-attention-mask --reset-position-ids --no-masked-softmax-fusion"
 _OTHER_ZIGZAG = (
@@ -38,9 +44,7 @@ class Job:
     has_windows: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the sizes fit each other, and that variants can be told of so many."""
-        if self.ranks > _MOST_RANKS:
-            raise ValueError(f"--ranks {self.ranks} is more than {_MOST_RANKS}, the most there are")
+        """Check that the sizes fit each other."""
         sizes = self.tensor, self.pipeline, self.context
         if reason := ranks_refusal(self.ranks, *sizes, flag="--ranks"):
             raise ValueError(reason)
@@ -112,6 +116,35 @@ def choose(every: Sequence[Variant], patterns: Sequence[str]) -> list[Variant]:
         v if v.name in kept else replace(v, why_not=v.why_not or "left out by --variants")
         for v in every
     ]
+
+
+def fitted(every: Sequence[Variant], common: Sequence[str]) -> list[Variant]:
+    """Return the variants with what each drops of the common flags; with the rest some cannot run.
+
+    Raises:
+        ValueError: not even ours takes the flags.
+    """
+    config_of(BurstConfig, flags_in(common))
+    return [_fitted(variant, common) for variant in every]
+
+
+def _fitted(variant: Variant, common: Sequence[str]) -> Variant:
+    given = flags_in(common)
+    dropped = [flag.name for flag in attention_flags() if flag.name.removeprefix("--") in given]
+    if variant.algorithm == MEGATRON:
+        why_not = f"{_MASK}: Megatron's attention has none" if _MASK in dropped else ""
+    else:
+        dropped = [name for name in dropped if _is_idle(name, variant.algorithm, given)]
+        rest = flags_in([*without(common, dropped), *variant.flags])
+        why_not = refusal(config_of, BurstConfig, rest)
+    return replace(variant, dropped=tuple(dropped), why_not=variant.why_not or why_not)
+
+
+def _is_idle(flag: str, algorithm: str, given: Flags) -> bool:
+    """Whether an algorithm refuses a flag, whatever the others are."""
+    name = flag.removeprefix("--")
+    alone = {"context-parallel-algo": algorithm, name: given[name]}
+    return bool(refusal(config_of, BurstConfig, alone))
 
 
 def _alone(job: Job) -> Iterator[tuple[str, str, str]]:
