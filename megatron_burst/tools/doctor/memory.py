@@ -6,18 +6,16 @@ from math import ceil
 
 import torch
 
-from megatron_burst.plugin.limits import MEGATRON
 from megatron_burst.tools.doctor.launch_line import Target
 from megatron_burst.tools.doctor.report import Finding, Level
-from megatron_burst.tools.flags import Flags, arguments, parsed
+from megatron_burst.tools.flags import arguments, parsed
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.advice import remedies, savings_that_fit
 from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.pasted import as_it_stands, as_one_document, complete
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.workload import Workload
-
-_GIB = 2**30
 
 
 def findings(
@@ -32,8 +30,7 @@ def findings(
     given = parsed(words)
     assumed = [*complete(given, gpus), *(packed := as_one_document(given))]
     try:
-        if not _has_our_attention(given):
-            given = as_it_stands(given)
+        given = as_it_stands(given)
         load = workload_of(given, machine, gpus)
         lacks = memory.lacks(load)
     except ValueError as reason:  # what is not modelled is no fault of the command line
@@ -44,24 +41,16 @@ def findings(
         return
     text = "; ".join((f"{_told(load, lacks)} on {machine.name}", *assumed))
     if lacks == "host":
-        yield Finding("memory", Level.WARNING, text, "more nodes, or fewer tokens")
-        return
-    if added := savings_that_fit(given, machine, gpus):
-        flags = " ".join(arguments(added))
+        remedy = "more nodes, or fewer tokens"
+    elif added := savings_that_fit(given, machine, gpus):
+        remedy = " ".join(arguments(added))
         if "lm-head-loss" in added and "cross-entropy-loss-fusion" in given:
-            flags += ", without --cross-entropy-loss-fusion"
-        yield Finding("memory", Level.WARNING, text, flags)
-        return
-    if load.recompute:
-        text += ", nor with all savings"
-    others = (*remedies(load), "a look at megatron-burst plan --ladder")
-    yield Finding("memory", Level.WARNING, text, ", or ".join(others))
-
-
-def _has_our_attention(given: Flags) -> bool:
-    named = given.get("context-parallel-algo")
-    is_ours = named or any(name.startswith("burst-") for name in given)
-    return bool(is_ours) and named != MEGATRON
+            remedy += ", without --cross-entropy-loss-fusion"
+    else:
+        if load.recompute:
+            text += ", nor with all savings"
+        remedy = ", or ".join((*remedies(load), "a look at megatron-burst plan --ladder"))
+    yield Finding("memory", Level.WARNING, text, remedy)
 
 
 def _slow_steps(args: Namespace, load: Workload) -> Iterator[Finding]:
@@ -77,9 +66,9 @@ def _slow_steps(args: Namespace, load: Workload) -> Iterator[Finding]:
 def _told(load: Workload, lacks: str) -> str:
     if lacks == "host":
         needed, there = memory.host_bytes(load), memory.usable_host(load.cluster)
-        return f"a host needs {needed / _GIB:.0f} GiB of {there / _GIB:.0f} that may be counted"
+        return f"a host needs {needed / GIB:.0f} GiB of {there / GIB:.0f} that may be counted"
     needed, there = memory.predict(load).total, memory.usable(load.cluster)
-    return f"a GPU needs {needed / _GIB:.1f} GiB of {there / _GIB:.1f} that may be counted"
+    return f"a GPU needs {needed / GIB:.1f} GiB of {there / GIB:.1f} that may be counted"
 
 
 def _cluster_here(configs: Configs) -> str | None:
