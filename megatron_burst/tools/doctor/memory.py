@@ -23,10 +23,11 @@ def findings(
 ) -> Iterator[Finding]:
     """Compare what the planner predicts with the cards of a cluster, given or found here."""
     configs = Configs.read()
-    name = cluster or _cluster_here(configs)
-    if name is None:
+    if torch.cuda.is_available():
+        cluster = cluster or configs.with_gpu(torch.cuda.get_device_name())
+    if cluster is None:
         return
-    machine, gpus = configs.cluster(name), target.nodes * target.ranks_per_node
+    machine, gpus = configs.cluster(cluster), target.nodes * target.ranks_per_node
     given = parsed(words)
     assumed = [*complete(given, gpus), *(packed := as_one_document(given))]
     try:
@@ -69,12 +70,3 @@ def _told(load: Workload, lacks: str) -> str:
         return f"a host needs {needed / GIB:.0f} GiB of {there / GIB:.0f} that may be counted"
     needed, there = memory.predict(load).total, memory.usable(load.cluster)
     return f"a GPU needs {needed / GIB:.1f} GiB of {there / GIB:.1f} that may be counted"
-
-
-def _cluster_here(configs: Configs) -> str | None:
-    """The cluster of the planner's table whose GPU is here."""
-    if not torch.cuda.is_available():
-        return None
-    here = torch.cuda.get_device_name()
-    gpus = {name: str(table.get("gpu", "")) for name, table in configs.clusters.items()}
-    return next((name for name, gpu in gpus.items() if gpu and gpu in here), None)

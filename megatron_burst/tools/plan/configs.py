@@ -1,6 +1,7 @@
 """Reads configs/: models, clusters and named runs."""
 
 import fnmatch
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -71,6 +72,11 @@ class Configs(NamedTuple):
     def constant(self, name: str) -> float:
         """Return one of the planner's fitted constants."""
         return float(self.published["fitted"][name]["value"])
+
+    def with_gpu(self, model: str) -> str | None:
+        """Return the name of the cluster with the GPU that CUDA calls so, if there is one."""
+        gpus = ((name, table.get("gpu")) for name, table in self.clusters.items())
+        return next((n for n, gpu in gpus if gpu and re.search(rf"\b{gpu}\b", model)), None)
 
     def cluster(self, name: str, **rates: float) -> "Cluster":
         """Return a cluster, with these in the place of its own rates, as its file names them."""

@@ -90,10 +90,8 @@ def cluster_file(name: str, device: torch.device) -> str:
 
 def _of_gpu(model: str, linear_tflops: float) -> list[str]:
     """Return the lines of what nothing here measures: peak, FP8, NVLinks, channels of NCCL."""
-    clusters = Configs.read().clusters
-    for name, gpu in ((name, table.get("gpu", "")) for name, table in clusters.items()):
-        if gpu and re.search(rf"\b{gpu}\b(?!.*(PCIe|NVL))", model):
-            return [f'base = "{name}"  # for what is not measured: peak, FP8, NVLinks, channels']
+    if (name := Configs.read().with_gpu(model)) and not re.search("PCIe|NVL", model):
+        return [f'base = "{name}"  # for what is not measured: peak, FP8, NVLinks, channels']
     peak, how = peak_tflops(model), "data sheet"
     if peak is None:
         peak, how = 1.5 * linear_tflops, "made up: 1.5 x linear_tflops"

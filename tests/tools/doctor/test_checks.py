@@ -3,10 +3,12 @@
 import argparse
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from megatron_burst.tools import hardware
 from megatron_burst.tools.doctor import checks, memory
@@ -169,36 +171,29 @@ def test_variables_that_harm() -> None:
     assert list(hardware.settings(bad)) == ["NCCL_P2P_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
 
 
+def memory_of(
+    model: str, *, minutes: int = 10, cluster: str | None = "h100", **more: object
+) -> list[Finding]:
+    """Of a model on 64 GPUs, with 128k tokens over 8 context-parallel ranks, and more flags."""
+    configs, args = Configs.read(), argparse.Namespace(distributed_timeout_minutes=minutes)
+    flags = configs.flags_of("_long") | configs.model(model)
+    flags |= {"seq-length": 131072, "context-parallel-size": 8}
+    flags |= {name.replace("_", "-"): value for name, value in more.items()}
+    return [*memory.findings(args, arguments(flags), Target(8, 8, (9, 0)), cluster)]
+
+
 def test_a_first_step_that_outlasts_the_time_limit() -> None:
     """128 sequences of 128k tokens, of which each takes 5 seconds of 64 H100."""
-    configs = Configs.read()
-    flags = configs.flags_of("_long") | configs.model("70b") | {"seq-length": 131072}
-    flags |= {"tensor-model-parallel-size": 8, "sequence-parallel": True}
-    flags |= {"context-parallel-size": 8, "global-batch-size": 128}
-    target = Target(8, 8, (9, 0))
-
-    def found(minutes: int) -> list[Finding]:
-        args = argparse.Namespace(distributed_timeout_minutes=minutes)
-        return [*memory.findings(args, arguments(flags), target, "h100")]
-
-    (one,) = found(10)
+    found = partial(memory_of, "70b", tensor_model_parallel_size=8, sequence_parallel=True)
+    (one,) = found(global_batch_size=128)
     assert one.check == "timeout" and one.remedy.startswith("--distributed-timeout-minutes")
-    assert not found(int(one.remedy.split()[1]))
-    del flags["global-batch-size"]  # then one: these GPUs are one data-parallel rank
-    assert not found(10)
+    assert not found(global_batch_size=128, minutes=int(one.remedy.split()[1]))
+    assert not found(), "then one: these GPUs are one data-parallel rank"
 
 
 def test_memory_of_documents_and_of_megatrons_own_attention_is_judged() -> None:
     """An 8B model without recompute, for which no saving is enough, and full recompute is."""
-    configs, target = Configs.read(), Target(8, 8, (9, 0))
-    flags = configs.flags_of("_long") | configs.model("llama3_8b") | {"seq-length": 131072}
-    flags |= {"context-parallel-size": 8, "global-batch-size": 64}
-
-    def found(**more: object) -> list[Finding]:
-        given = flags | {name.replace("_", "-"): value for name, value in more.items()}
-        args = argparse.Namespace(distributed_timeout_minutes=10)
-        return [*memory.findings(args, arguments(given), target, "h100")]
-
+    found = partial(memory_of, "llama3_8b", global_batch_size=64)
     for more in (
         {},
         {"dataloader_inter_document_masking": True},
@@ -216,3 +211,10 @@ def test_memory_of_documents_and_of_megatrons_own_attention_is_judged() -> None:
     assert one.remedy.endswith(", without --cross-entropy-loss-fusion")
     (one,) = found(seq_length=2**25, max_position_embeddings=2**25)
     assert one.text.endswith(", nor with all savings") and one.remedy.startswith("more GPUs, or")
+
+
+def test_the_gpus_here_are_those_of_their_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GB200")
+    (one,) = memory_of("llama3_8b", seq_length=2**25, global_batch_size=64, cluster=None)
+    assert "that may be counted on gb200" in one.text
