@@ -5,48 +5,32 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_burst.config import BurstConfig, Refused
+from megatron_burst.config import BurstConfig
 from megatron_burst.kernels import KERNELS, Request, select_kernel
 from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.mask import Mask
-from megatron_burst.plugin.arguments import parallel_sizes
 from megatron_burst.tools.doctor.launch_line import Target
-from megatron_burst.tools.doctor.parsing import Parsed
 from megatron_burst.tools.flags import flags_of, heads_of, window_of
 
 
-def request_of(parsed: Parsed, target: Target) -> Request | None:
-    """Return what a kernel is asked; None under Megatron's own attention, or without a model."""
-    args, config = parsed.args, parsed.config
-    if args is None or config is None or not args.num_attention_heads:
-        return None
-    if min(parallel_sizes(args)) < 1:  # which was refused
-        return None
-    heads = heads_of(flags_of(vars(args)))
-    if not heads.size:
-        return None
+def request_of(args: Namespace, config: BurstConfig, target: Target) -> Request:
+    """Return what arguments that nothing refuses ask of a kernel.
+
+    Tiles have bands where the layout or a window makes some that are neither full nor causal.
+    """
+    flags = flags_of(vars(args))
+    heads, mask = heads_of(flags), Mask.causal(window=window_of(flags))
+    layout = make_layout(config, args.seq_length, args.context_parallel_size)
     return Request(
         target.device,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32,
         *heads.of_rank(args.tensor_model_parallel_size),
         heads.size,
         heads.value_size,
-        is_banded=_has_bands(args, config),
+        is_banded=Tiling(layout, mask).needs.is_banded,
         has_documents=args.dataloader_inter_document_masking or args.sft,
     )
-
-
-def _has_bands(args: Namespace, config: BurstConfig) -> bool:
-    """Whether the layout and the window make tiles that are neither full nor causal squares."""
-    refused = Refused()  # what validation says
-    window = refused.by(window_of, flags_of(vars(args)))
-    layout, ranks = None, args.context_parallel_size
-    if args.seq_length:
-        layout = refused.by(make_layout, config, args.seq_length, ranks)
-    if layout is None:
-        return window is not None
-    return Tiling(layout, Mask.causal(window=window)).needs.is_banded
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from megatron_burst.tools.arguments.doctor import parser
 from megatron_burst.tools.doctor import checks, machine, memory
 from megatron_burst.tools.doctor.attention import Served, request_of, served
 from megatron_burst.tools.doctor.launch_line import LaunchLine, Target, split
-from megatron_burst.tools.doctor.machine import Part
 from megatron_burst.tools.doctor.parsing import parse, see_beside
 from megatron_burst.tools.doctor.report import Finding, Level, Report
 from megatron_burst.tools.plan.configs import Configs
@@ -48,26 +47,22 @@ def _report(given: argparse.Namespace, words: Sequence[str] | None) -> Report:
     if given.shape is not None:
         request = Request(target.device, getattr(torch, given.dtype), *given.shape)
     elif words is None:
-        findings += _without_megatron(parts)
+        missing = (part for part in parts if part.name == "megatron-core" and not part.version)
+        findings += (Finding("megatron", Level.ERROR, part.use) for part in missing)
+    args = None  # of a training that nothing stops
     with target.pretended():
         if line is not None:
             parsed = parse(line, target)
             findings += checks.findings(line, target, parsed)
-            if request is None and parsed.config is not None:
-                request, kernel = request_of(parsed, target), parsed.config.kernel
+            args, config = None if parsed.stops else parsed.args, parsed.config
+            if args and config and not (request or parsed.unknown):
+                request, kernel = request_of(args, config, target), config.kernel
         kernels = served(request, kernel) if request else []
     findings += _unserved(kernel, kernels)
-    if line is not None and parsed.args is not None and not parsed.stops:
-        findings += memory.findings(parsed.args, line.flags, target, given.cluster)
+    if line is not None and args is not None:
+        findings += memory.findings(args, line.flags, target, given.cluster)
     settings, shape = hardware.settings(environment), _described(request)
     return Report(str(target), parts, here, settings, shape, kernels, findings, words is not None)
-
-
-def _without_megatron(parts: Sequence[Part]) -> Iterator[Finding]:
-    """What keeps any training from running here, with the line that installs it."""
-    for part in parts:
-        if part.name == "megatron-core" and not part.version:
-            yield Finding("megatron", Level.ERROR, part.use)
 
 
 def _unserved(named: str, kernels: Sequence[Served]) -> Iterator[Finding]:
