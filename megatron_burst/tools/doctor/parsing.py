@@ -16,6 +16,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from inspect import unwrap
 from pathlib import Path
 from unittest.mock import patch
@@ -27,11 +28,7 @@ from megatron_burst.plugin.arguments import check_ranks, parallel_sizes
 from megatron_burst.plugin.settings import burst_config_from_args
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine, Target
 
-# Megatron's words without TransformerEngine, and the argument that asks for it.
-_FUSIONS = {
-    "apply_rope_fusion is not available": "apply_rope_fusion",
-    "fused permutation is not available": "moe_permute_fusion",
-}
+_FUSIONS = "apply_rope_fusion", "moe_permute_fusion"  # for which Megatron wants TransformerEngine
 
 
 @dataclass(slots=True)
@@ -162,18 +159,13 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Pa
     if args.vocab_size is None and args.padded_vocab_size is None and reads_vocabulary:
         # A training builds the tokenizer first; any size will do here.
         args.padded_vocab_size = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    absent, model_config = list[str](), None
-    while model_config is None:
-        try:
-            model_config = pretraining.model_config(args)
-        except ValueError as error:
-            fusion = next((name for words, name in _FUSIONS.items() if words in str(error)), "")
-            if not (target.is_cluster and fusion) or fusion in absent:
-                raise
-            setattr(args, fusion, False)
-            absent.append(fusion)
+    if target.is_cluster and find_spec("transformer_engine") is None:
+        absent = [name for name in _FUSIONS if getattr(args, name)]
+        vars(args).update(dict.fromkeys(absent, False))
+        if absent:
             parsed.absent = f"TransformerEngine is not installed here: {' and '.join(absent)} "
             parsed.absent += "not checked"
+    model_config = pretraining.model_config(args)
     if parsed.config is not None:
         said = "\n".join(parsed.stops)
         parsed.stops += [text for text in refusals(model_config.transformer) if text not in said]

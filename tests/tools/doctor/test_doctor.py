@@ -71,9 +71,7 @@ def test_the_data_of_a_cluster_need_not_be_here(judged: Judged) -> None:
 def test_a_cluster_may_have_the_transformer_engine_that_is_not_here(
     judged: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
-        monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", None)
-    monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.fused_permute", None)
+    monkeypatch.setattr(parsing, "find_spec", lambda _: None)
     experts = ["--num-experts", "4", "--moe-permute-fusion"]
     words = ["python", "pretrain_gpt.py", *MODEL, *BURST[2:], *CP16, *experts]
     status, report = judged(*words)
