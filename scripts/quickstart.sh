@@ -23,30 +23,22 @@ still shows context parallelism, on the CPU.
 END
 }
 
-steps=80
-output=""
-inputs=()
-model=()
-flags=()
+steps=80 output="" options=() flags=()
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --steps) steps=${2:?--steps needs a number}; shift ;;
-        --gpt) model=(--gpt) ;;
-        --input) inputs+=(--input "${2:?--input needs a path}"); shift ;;
+        --gpt) options+=(--gpt) ;;
+        --input) options+=(--input "${2:?--input needs a path}"); shift ;;
         --output) output=${2:?--output needs a directory}; shift ;;
         *) flags+=("$1") ;;
     esac
     shift
 done
-if [[ ! $steps =~ ^[1-9][0-9]*$ ]]; then
-    printf 'quickstart: --steps %s is not a positive number\n' "$steps" >&2
-    exit 2
-fi
 
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/setup.sh"
 burst_setup || exit 1
 exec "$burst_python" -m megatron_burst compare --toy --no-trace --variants 'CP=1 burst,burst,ring flat' \
-    --output "${output:-$burst_root/runs/quickstart}" ${inputs[@]+"${inputs[@]}"} ${model[@]+"${model[@]}"} -- \
+    --output "${output:-$burst_root/runs/quickstart}" ${options[@]+"${options[@]}"} -- \
     --train-iters "$steps" --micro-batch-size 4 --global-batch-size 4 ${flags[@]+"${flags[@]}"}

@@ -142,17 +142,22 @@ class Machine:
             "BURST_ENV": str(self.folder / "env.sh"),
         }
 
-    def command(self, script: str, *arguments: str) -> list[str]:
-        return [str(SCRIPTS / script), *arguments]
+    def put(self, name: str, body: str) -> None:
+        """Put a program on PATH, in the place of one of its name."""
+        path = self.folder / "bin" / name
+        path.unlink(missing_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{body.strip()}\n")
+        path.chmod(0o755)
 
     def run(
-        self, script: str, *arguments: str, expect: int = 0, **variables: str
+        self, script: str | Path, *arguments: str, expect: int = 0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script in the folder and return what it printed; check its status."""
+        """Run a script in the folder, without input; return what it printed, check its status."""
         done = subprocess.run(
-            self.command(script, *arguments),
+            [SCRIPTS / script, *arguments],
             cwd=self.folder,
             env=self.environment | variables,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=200,
@@ -160,13 +165,15 @@ class Machine:
         assert done.returncode == expect, f"{done.returncode}: {done.stdout}{done.stderr}"
         return done
 
-    def start(self, script: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, script: str, *arguments: str, output: int = subprocess.PIPE, **variables: str
+    ) -> subprocess.Popen[str]:
         """Start a script and return its process, in a session of its own."""
         return subprocess.Popen(
-            self.command(script, *arguments),
+            [SCRIPTS / script, *arguments],
             cwd=self.folder,
             env=self.environment | variables,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -183,9 +190,8 @@ class Machine:
 
     def training(self, *lines: str) -> None:
         """Say what the ranks of the job do."""
-        python = self.folder / "bin/python-of-training"
         launchers = 'case $* in *tools.launch*|*sys.exit*) exec "$REAL_PYTHON" "$@" ;; esac'
-        python.write_text("\n".join(["#!/bin/sh", launchers, *lines]))
+        self.put("python-of-training", "\n".join([launchers, *lines]))
 
     def text(self, name: str) -> str:
         path = self.folder / name
@@ -211,10 +217,9 @@ def wait_for[T](condition: Callable[[], T], seconds: float = 250) -> T:
 def place(folder: Path) -> Machine:
     """Write the stand-ins into folder/bin."""
     (folder / "bin").mkdir()
+    machine = Machine(folder)
     for name, body in BODIES.items():
-        path = folder / "bin" / name
-        path.write_text(f"#!/usr/bin/env bash\n{body.strip()}\n")
-        path.chmod(0o755)
+        machine.put(name, body)
     (folder / "bin" / "python3.12").symlink_to(sys.executable)
     (folder / "env.sh").write_text("")
-    return Machine(folder)
+    return machine

@@ -193,11 +193,7 @@ def test_the_whole_script_on_a_python_with_torch(tmp_path: Path) -> None:
     assert list(packages.glob("megatron_burst/tools"))
 
 
-@pytest.mark.parametrize(
-    ("linter", "file"), [("hadolint", "Dockerfile"), ("shellcheck", "docker/install.sh")]
-)
-def test_linters_have_nothing_to_say(linter: str, file: str) -> None:
-    if shutil.which(linter) is None:
-        pytest.skip(f"{linter} is not installed")
-    ended = subprocess.run([linter, str(ROOT / file)], capture_output=True, text=True, timeout=200)
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
+def test_hadolint_has_nothing_to_say() -> None:
+    ended = subprocess.run(["hadolint", ROOT / "Dockerfile"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout

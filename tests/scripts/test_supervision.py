@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_burst.tools.launch.processes import Signals
-from tests.scripts.stand_ins import ROOT, Machine, wait_for
+from tests.scripts.stand_ins import ROOT, SCRIPTS, Machine, wait_for
 from tests.tier import in_turn, slow_if
 
 TWO = ("--nodes", "n1 user@n2", "--output", "out")
@@ -102,13 +102,7 @@ def test_what_takes_no_notice_is_killed(machine: Machine, number: int) -> None:
 def test_without_tee_the_training_goes_on(machine: Machine) -> None:
     said = f"seq {LINES}; touch said; until [ -e more ]; do sleep 0.1; done; seq {LINES}"
     machine.training(said, "echo done")
-    job = subprocess.Popen(
-        machine.command("launch_local.sh", "--output", "out"),
-        cwd=machine.folder,
-        env=machine.environment,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    job = machine.start("launch_local.sh", "--output", "out", output=subprocess.DEVNULL)
     wait_for(lambda: (machine.folder / "said").exists())
     hit: list[psutil.Process] = []
 
@@ -127,14 +121,14 @@ def test_without_tee_the_training_goes_on(machine: Machine) -> None:
 
 def test_a_reader_that_leaves_ends_nothing(machine: Machine) -> None:
     machine.training(f"seq {LINES}", "echo done")
-    line = "'{}' --output out | head -1 >first".format(*machine.command("launch_local.sh"))
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line}"],
+    line = f"set -o pipefail; '{SCRIPTS}/launch_local.sh' --output out | head -1 >first"
+    subprocess.run(
+        ["bash", "-c", line],
         cwd=machine.folder,
         env=machine.environment,
         timeout=60,
+        check=True,
     )
-    assert done.returncode == 0
     assert machine.text("first") == "1\n"
     lines = machine.text("out/log.txt").splitlines()
     assert [*map(str, range(1, LINES + 1)), "done"] == lines
