@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,12 @@ DONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
-    try:
-        manager = slurm_cluster()
-        cluster = manager.__enter__()
-    except (SlurmError, links.LinkError) as error:
-        pytest.skip(f"no Slurm of two nodes here: {error}")
-    try:
+    with ExitStack() as made:
+        try:
+            cluster = made.enter_context(slurm_cluster())
+        except (SlurmError, links.LinkError) as error:
+            pytest.skip(f"no Slurm of two nodes here: {error}")
         yield cluster
-    finally:
-        manager.__exit__(None, None, None)
 
 
 @pytest.fixture
@@ -75,21 +73,17 @@ class Job:
         file = self.output / f"slurm-{self.number}.txt"
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def wait_until(self, what: str, *states: str, seconds: float = 300) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
         try:
-            self.cluster.wait_for(what, lambda: self.state in states, seconds)
+            self.cluster.wait_for(what, condition, 300)
         except SlurmError as error:
             raise AssertionError(f"{error}\n{self.log[-4000:]}") from error
 
-    def wait_for_step(self, step: int, seconds: float = 300) -> None:
-        reached = re.compile(rf" iteration +{step}/")
-        try:
-            self.cluster.wait_for(f"step {step}", lambda: reached.search(self.log), seconds)
-        except SlurmError as error:
-            raise AssertionError(f"{error}\n{self.log[-4000:]}") from error
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(f"step {step}", lambda: f" iteration {step:8d}/" in self.log)
 
     def end(self) -> str:
-        self.wait_until("the end of the job", *DONE)
+        self.wait_for("the end of the job", lambda: self.state in DONE)
         return self.state
 
 
@@ -146,7 +140,7 @@ def test_after_a_killed_node_the_losses_are_still_those_of_one_rank(
     expected = train(tmp_path / "one-rank", 1, *flags).losses  # meanwhile
     job.wait_for_step(SAVED_EVERY + 1)
     cluster.kill_node(NODES[1])
-    job.wait_until("the job leaves the dead node", "PENDING", *DONE)
+    job.wait_for("the job leaves the dead node", lambda: job.state in ("PENDING", *DONE))
     cluster.start_node(NODES[1])
     assert job.end() == "COMPLETED", job.log[-4000:]
     assert job.restarts == 1
@@ -158,7 +152,6 @@ def test_after_a_killed_node_the_losses_are_still_those_of_one_rank(
     compare(job, logged(first) | after, expected)
 
 
-@pytest.mark.slow
 def test_a_warning_before_the_time_limit_saves(
     cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
@@ -173,7 +166,6 @@ def test_a_warning_before_the_time_limit_saves(
     assert 2 <= last < 9999
 
 
-@pytest.mark.slow
 def test_a_chain_goes_on_until_the_training_is_done(
     cluster: SlurmCluster, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
@@ -198,39 +190,20 @@ def test_a_chain_goes_on_until_the_training_is_done(
 
 def test_the_sbatch_file_of_the_tutorial_trains(cluster: SlurmCluster, tmp_path: Path) -> None:
     script, log = ROOT / "scripts" / "llama3_8b_128k.sbatch", tmp_path / "log.txt"
-    small = ("--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128")
-    small += ("--num-attention-heads", "8", "--num-query-groups", "2", "--vocab-size", "256")
-    small += ("--seq-length", "256", "--max-position-embeddings", "256", "--train-iters", "3")
-    small += (
-        "--global-batch-size",
-        "2",
-        "--context-parallel-size",
-        "4",
-        "--lr-warmup-fraction",
-        "0",
+    small = (
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 "
+        "--num-query-groups 2 --vocab-size 256 --seq-length 256 --max-position-embeddings 256 "
+        "--train-iters 3 --global-batch-size 2 --context-parallel-size 4 --lr-warmup-fraction 0"
     )
     saved = tmp_path / "saved"
     printed = cluster.run(
-        *(
-            "sbatch",
-            "--nodes",
-            "2",
-            "--gpus-per-node",
-            "0",
-            "--time",
-            "8",
-            "--output",
-            str(log),
-            "--chdir",
-            str(ROOT),
-        ),
-        *(str(script), *small),
+        *"sbatch --nodes 2 --gpus-per-node 0 --time 8".split(),
+        *("--output", str(log), "--chdir", str(ROOT), str(script), *small.split()),
         **{"MEGATRON_BURST_CPU": "1", "RANKS": "2", "CHECKPOINTS": str(saved)},
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
     number = int(printed.split()[-1])
-    done = lambda: cluster.job(number)["JobState"] in DONE  # noqa: E731
-    cluster.wait_for("the end of the job", done, 300)
+    cluster.wait_for("its end", lambda: cluster.job(number)["JobState"] in DONE, 300)
     said = log.read_text(errors="replace")
     assert cluster.job(number)["JobState"] == "COMPLETED", said[-4000:]
     assert sorted(logged(said)) == [1, 2, 3]
@@ -241,20 +214,16 @@ def test_the_sbatch_file_of_the_tutorial_trains(cluster: SlurmCluster, tmp_path:
 # ---- ends of a job, with a stand-in for torchrun
 
 
-def stand_in(machine: Machine, **variables: str) -> dict[str, str]:
-    return {
-        "STAND_INS": str(machine.folder),
-        "REAL_PYTHON": sys.executable,
-        "BURST_PYTHON": machine.environment["BURST_PYTHON"],
-        **variables,
-    }
+def stand_in(machine: Machine) -> dict[str, str]:
+    names = ("STAND_INS", "REAL_PYTHON", "BURST_PYTHON")
+    return {name: machine.environment[name] for name in names}
 
 
 def test_a_failed_node_ends_the_other_and_goes_into_the_queue_as_often_as_said(
     cluster: SlurmCluster, machine: Machine
 ) -> None:
-    more = stand_in(machine, FAIL_ON=NODES[1], HANG="1", BURST_REQUEUES="1")
-    job = Job(cluster, machine.folder / "out", **more)
+    more = {"FAIL_ON": NODES[1], "HANG": "1", "BURST_REQUEUES": "1"}
+    job = Job(cluster, machine.folder / "out", **stand_in(machine), **more)
     assert job.end() == "FAILED"
     assert job.restarts == 1
     assert f"({NODES[0]}): the ranks of this node ended with status 143" in job.log
@@ -276,7 +245,7 @@ def test_a_job_that_never_made_a_step_fails_at_once(
 def test_a_cancelled_job_stays_cancelled_and_leaves_nothing(
     cluster: SlurmCluster, machine: Machine
 ) -> None:
-    job = Job(cluster, machine.folder / "out", **stand_in(machine, HANG="1"))
+    job = Job(cluster, machine.folder / "out", **stand_in(machine), HANG="1")
     job.wait_for_step(3)
     cluster.run("scancel", str(job.number))
     assert job.end() == "CANCELLED"
@@ -309,13 +278,6 @@ with slurm_cluster() as cluster:
     assert process.wait(timeout=120) == 128 + signal.SIGTERM
     assert not Path(directory).exists()
     assert not [name for name in links.namespaces() if name.startswith(f"burst{process.pid}-")]
-    started = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/environ") if readable(file)]
-    assert not [environment for environment in started if directory.encode() in environment]
-
-
-def readable(file: Path) -> bool:
-    try:
-        file.read_bytes()
-    except OSError:  # it has ended
-        return False
-    return True
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended
+            assert directory.encode() not in file.read_bytes()
