@@ -69,21 +69,17 @@ def train(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     def train_once(*command: str) -> Log:
         if command not in finished:
-            directory = tmp_path_factory.mktemp("run")
-            logs = ("--tensorboard-dir", str(directory))
-            text = torchrun(checkout, *command, *logs)
-            scalars = read_scalars(directory)
-            losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
-            finished[command] = Log(scalars={"lm loss": losses, "grad-norm": norms}, text=text)
+            finished[command] = logged(checkout, tmp_path_factory.mktemp("run"), *command)
         return finished[command]
 
     return train_once
 
 
-def torchrun(checkout: Path, *command: str) -> str:
-    done = ended(*command, **variables(checkout))
+def logged(checkout: Path, directory: Path, *command: str) -> Log:
+    done = ended(*command, "--tensorboard-dir", str(directory), **variables(checkout))
     assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    scalars = {name: dict(points) for name, points in read_scalars(directory).items()}
+    return Log(scalars=scalars, text=done.stdout)
 
 
 def ended(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -187,11 +183,8 @@ def test_a_patched_fork_trains_alike(
     )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    for script, model in SCRIPTS.items():
-        directory, flags = tmp_path / script, (*MODEL, *model, *COMMON, *BURST)
-        text = torchrun(fork, str(fork / script), *flags, "--tensorboard-dir", str(directory))
-        scalars = read_scalars(directory)
-        losses, norms = dict(scalars["lm loss"]), dict(scalars["grad-norm"])
-        assert f" in {fork / 'megatron'}" in text
-        found = Log(scalars={"lm loss": losses, "grad-norm": norms}, text=text)
-        check_equal(f"patch, {script}", found, train(*OUR_ENTRY, *flags))
+    for name, model in SCRIPTS.items():
+        flags = (*MODEL, *model, *COMMON, *BURST)
+        found = logged(fork, tmp_path / name, str(fork / name), *flags)
+        assert f" in {fork / 'megatron'}" in found.text
+        check_equal(f"patch, {name}", found, train(*OUR_ENTRY, *flags))
