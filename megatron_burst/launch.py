@@ -59,9 +59,7 @@ def start(*, own_entry: bool = False) -> None:
         elif not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
             logger.info(_SEGMENTS)
         if wanted:
-            from megatron_burst.plugin import (
-                attachment_points,
-            )  # imports Megatron: after the platform
+            from megatron_burst.plugin import attachment_points  # imports Megatron
 
             attachment_points.check()
     except ValueError as error:
