@@ -41,6 +41,14 @@ class Parsed:
     unknown: str = ""  # why what depends on the model was not looked at
     absent: str = ""  # what a cluster has and this machine lacks, and was taken for there
 
+    def stop(self, *reasons: str) -> None:
+        """Note why it ends, but nothing twice: a headline with other lines is none by itself."""
+        for reason in reasons:
+            headline, *details = map(str.strip, reason.split("\n"))
+            said = {line.strip() for stop in self.stops for line in stop.split("\n")}
+            if not said.issuperset(details or [headline]):
+                self.stops.append(reason)
+
 
 def see_beside(line: LaunchLine) -> None:
     """Import what is beside a script first, as it would: a checkout before the wheel."""
@@ -55,20 +63,12 @@ def parse(line: LaunchLine, target: Target) -> Parsed:
         try:
             _parse(line, target, parsed)
         except SystemExit as leaving:
-            parsed.stops.append(_last_words(leaving, said, line.program))
+            parsed.stop(_last_words(leaving, said, line.program))
         except Exception as error:  # whatever ends the program is what is asked for
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{type(error).__name__} at {last.filename}:{last.lineno}: {last.line}"
-            told = {text for stop in parsed.stops for text in stop.splitlines()}
-            again = _reasons(str(error)) or [where]
-            parsed.stops += [text for text in again if not _details(text) <= told]
+            parsed.stop(*(_reasons(str(error)) or [where]))
     return parsed
-
-
-def _details(text: str) -> set[str]:
-    """The lines of a refusal, without its headline where others follow."""
-    first, *more = text.splitlines()
-    return {*more} or {first}
 
 
 @contextlib.contextmanager
@@ -128,19 +128,14 @@ def _parse(line: LaunchLine, target: Target, parsed: Parsed) -> None:
 
 def _unended(parser: Callable[[], Namespace], parsed: Parsed) -> Namespace:
     """Parse; what our parts refuse is noted and ends nothing, for Megatron may refuse more."""
-    refused = Refused()
-
-    def note(why: ValueError) -> None:
-        refused.extend(_reasons(str(why)))
-
-    with patch.object(compat, "stop", note):
+    with patch.object(compat, "stop", lambda why: parsed.stop(*_reasons(str(why)))):
         args = parser()
     parsed.args = copy.copy(args)
-    before = len(refused)
-    refused.by(check_ranks, args)
-    if len(refused) > before:  # Megatron's own check would hide what comes behind it
+    try:
+        check_ranks(args)
+    except ValueError as why:
+        parsed.stop(str(why))  # and Megatron's own check would hide what comes behind it
         args.world_size = math.prod(parallel_sizes(args))
-    parsed.stops += dict.fromkeys(refused)
     return args
 
 
@@ -154,7 +149,7 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Pa
     from megatron_burst.plugin.refusals import refusals
 
     if line.program in OUR_ENTRIES and (reason := pretraining.refusal(args)):
-        parsed.stops.append(reason)
+        parsed.stop(reason)
     reads_vocabulary = not str(args.tokenizer_type).startswith("Null")
     if args.vocab_size is None and args.padded_vocab_size is None and reads_vocabulary:
         # A training builds the tokenizer first; any size will do here.
@@ -167,8 +162,7 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Pa
             parsed.absent += "not checked"
     model_config = pretraining.model_config(args)
     if parsed.config is not None:
-        said = "\n".join(parsed.stops)
-        parsed.stops += [text for text in refusals(model_config.transformer) if text not in said]
+        parsed.stop(*refusals(model_config.transformer))
 
 
 def _last_words(leaving: SystemExit, said: io.StringIO, program: str) -> str:
