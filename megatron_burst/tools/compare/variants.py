@@ -55,11 +55,6 @@ class Job:
         on_a_node = self.ranks_per_node or self.ranks
         return [rank * self.tensor // on_a_node for rank in range(self.context)]
 
-    @property
-    def heads_of_a_rank(self) -> tuple[int, int] | None:
-        """Query and kv heads of a tensor-parallel rank, where they are known."""
-        return self.heads and self.heads.of_rank(self.tensor)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
@@ -185,7 +180,7 @@ def _ours(job: Job) -> Iterator[tuple[str, str, str]]:
     """Name, which begins with the algorithm; flags; why it cannot run."""
 
     def no_heads(size: int, chunks: int = 1) -> str:
-        heads = job.heads_of_a_rank
+        heads = job.heads and job.heads.of_rank(job.tensor)
         return refusal(_check_heads, *heads, size, chunks) if heads else ""
 
     yield "burst", "", ""
