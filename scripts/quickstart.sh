@@ -35,6 +35,10 @@ while (($#)); do
     esac
     shift
 done
+if [[ ! $steps =~ ^[1-9][0-9]*$ ]]; then
+    printf 'quickstart: --steps %s is not a positive number\n' "$steps" >&2
+    exit 2
+fi
 
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/setup.sh"

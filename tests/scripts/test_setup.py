@@ -1,5 +1,6 @@
 """The setup finds a Python that serves, and makes or keeps an environment. (fast tier)"""
 
+import os
 import re
 import shutil
 import subprocess
@@ -54,6 +55,14 @@ def shell(machine: Path, command: str, **variables: str) -> subprocess.Completed
         text=True,
         timeout=200,
     )
+
+
+def test_quickstart_refuses_a_step_count_that_is_none(tmp_path: Path) -> None:
+    env = {**os.environ, "BURST_VENV": str(tmp_path / "venv")}
+    command = [str(ROOT / "scripts" / "quickstart.sh"), "--steps", "many"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "--steps many is not a positive number" in result.stderr
 
 
 PASSED_OVER = {

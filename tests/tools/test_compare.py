@@ -140,6 +140,7 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
         (["--ranks", "4", "--", "--train-iters", "3"], "--train-iters 3: steps 2 and 3 are"),
         (["--toy", "--run", "toy"], "--toy and --run have a model each"),
         (["--ranks", "4", "--input", "text"], "--input is text for --toy"),
+        (["--toy", "--tolerance", "-1"], "--tolerance -1.0 is negative"),
         (["--run", "toy", "--", "--num-layers", "4"], "a HybridModel has --hybrid-layer-pattern"),
     ],
 )

@@ -89,6 +89,8 @@ def _fill(args: argparse.Namespace) -> None:
     """
     if (args.toy and args.run) or (args.input and not args.toy):
         raise ValueError("--toy and --run have a model each, and --input is text for --toy")
+    if args.tolerance is not None and args.tolerance < 0:
+        raise ValueError(f"--tolerance {args.tolerance} is negative")
     checked(Configs.read(), parsed(args.flags))
     name = "-toy" if args.toy else f"-{args.run}" if args.run else ""
     args.output = (args.output or Path("runs") / f"compare{name}").resolve()
