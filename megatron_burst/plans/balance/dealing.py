@@ -11,19 +11,17 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.plans.balance.document_work import DocumentItems, DocumentWork
 from megatron_burst.plans.balance.one_by_one import deal_one_by_one
 from megatron_burst.plans.balance.places import Shares
 from megatron_burst.plans.balance.whole_documents import deal_whole
 from megatron_burst.plans.schedules.topology import by_node
+from megatron_burst.plans.visibility.band import Bools, Ints
 from megatron_burst.plans.visibility.layout import Layout
 
 _SLACK = 64  # of twice a rank's work the share by which queries may have more than keys
 _FEW = 32  # documents shorter than this share of a rank's tokens stay with their neighbours
-
-type _Ints = NDArray[np.int64]
 
 
 class Way(NamedTuple):
@@ -61,8 +59,8 @@ def deal(work: DocumentWork, nodes: Sequence[Hashable], way: Way) -> Layout:
 
 
 def _to_nodes(
-    items: _Ints, node_ranks: Sequence[Sequence[int]], local: int, way: Way
-) -> Iterator[tuple[int, _Ints]]:
+    items: Ints, node_ranks: Sequence[Sequence[int]], local: int, way: Way
+) -> Iterator[tuple[int, Ints]]:
     """Give each rank what it holds: deal to nodes, and what a node has to its ranks."""
     room = [local * len(ranks) for ranks in node_ranks]
     held = _dealt(items, room, 16 * way.slack, way, is_even=True)
@@ -76,7 +74,7 @@ def _to_nodes(
             yield rank, np.concatenate([each, more], axis=1)
 
 
-def _evenly(held: _Ints, is_shared: NDArray[np.bool], ranks: int) -> tuple[_Ints, _Ints]:
+def _evenly(held: Ints, is_shared: Bools, ranks: int) -> tuple[Ints, Ints]:
     """Return what each rank of a node gets of some items, and what is left to deal to them."""
     each, left = held.copy(), held.copy()
     each[1] = np.where(is_shared, held[1] // ranks, 0)
@@ -87,8 +85,8 @@ def _evenly(held: _Ints, is_shared: NDArray[np.bool], ranks: int) -> tuple[_Ints
 
 
 def _dealt(
-    items: _Ints, room: Sequence[int], slack: int, way: Way, *, is_even: bool
-) -> Sequence[_Ints]:
+    items: Ints, room: Sequence[int], slack: int, way: Way, *, is_even: bool
+) -> Sequence[Ints]:
     """Deal to nodes or ranks: whole documents if that goes, else to one after the other."""
     if len(room) == 1 or not items.size:
         return [items] * len(room)
@@ -97,7 +95,7 @@ def _dealt(
     return [*deal_one_by_one(items, room, slack, is_even=is_even and slack > 0)]
 
 
-def _summed(dealt: Sequence[tuple[int, _Ints]], ranks: int) -> _Ints:
+def _summed(dealt: Sequence[tuple[int, Ints]], ranks: int) -> Ints:
     """Return how many tokens of each item each rank got: [item, tokens and rank, share]."""
     owner = np.repeat([rank for rank, _ in dealt], [held.shape[1] for _, held in dealt])
     item, tokens, *_ = np.concatenate([held for _, held in dealt], axis=1)

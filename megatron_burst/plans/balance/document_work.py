@@ -4,19 +4,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_burst.plans.visibility.band import Ints
 from megatron_burst.plans.visibility.mask import Mask
-
-type _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentWork:
     """How many pairs the queries, or the keys, of positions have."""
 
-    starts: _Ints  # of documents
-    lengths: _Ints
+    starts: Ints  # of documents
+    lengths: Ints
     window: int
     is_causal: bool
 
@@ -35,11 +33,11 @@ class DocumentWork:
         return cls(borders[:-1], np.diff(borders), window, mask.is_causal)
 
     @property
-    def pairs(self) -> _Ints:
+    def pairs(self) -> Ints:
         """Those of each document."""
         return self._of_first(self.lengths, self.lengths)
 
-    def before(self, positions: _Ints) -> tuple[_Ints, _Ints]:
+    def before(self, positions: Ints) -> tuple[Ints, Ints]:
         """Return the pairs of all queries before each position, and those of all keys."""
         document = np.searchsorted(self.starts, positions, "right") - 1
         length, first = self.lengths[document], positions - self.starts[document]
@@ -48,7 +46,7 @@ class DocumentWork:
         behind = self._of_first(length - first, length)  # keys are queries read backwards
         return done + self._of_first(first, length), done + whole - behind
 
-    def _of_first(self, count: _Ints, length: _Ints) -> _Ints:
+    def _of_first(self, count: Ints, length: Ints) -> Ints:
         """The pairs of so many first queries of documents of these lengths."""
         growing = np.minimum(count, self.window + 1)  # as long as the window hides nothing
         behind = growing * (growing + 1) // 2 + (count - growing) * (self.window + 1)
@@ -58,10 +56,10 @@ class DocumentWork:
 class DocumentItems(NamedTuple):
     """What is dealt: documents, and short ones that follow each other as one; arrays."""
 
-    start: _Ints
-    length: _Ints
-    rate: _Ints  # twice the pairs of a token, the mean
-    reach: _Ints  # how far queries see; 0 where all see as much, wherever they are
+    start: Ints
+    length: Ints
+    rate: Ints  # twice the pairs of a token, the mean
+    reach: Ints  # how far queries see; 0 where all see as much, wherever they are
 
     @classmethod
     def of(cls, work: DocumentWork, short: int) -> "DocumentItems":

@@ -9,16 +9,15 @@ there is such a mixture for everyone.
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from megatron_burst.plans.visibility.band import Ints
 
 _SHORT, _LONG = 1, 2  # what is begun, and goes on with the next one: a short item or a long one
 
-type _Ints = NDArray[np.int64]
-
 
 def deal_one_by_one(
-    items: _Ints, room: Sequence[int], slack: int, *, is_even: bool
-) -> Iterator[_Ints]:
+    items: Ints, room: Sequence[int], slack: int, *, is_even: bool
+) -> Iterator[Ints]:
     """Give each what it gets of the items.
 
     Args:
@@ -41,7 +40,7 @@ def deal_one_by_one(
 class _Stock:
     """What is left of the items, in arrays, the highest rates first."""
 
-    def __init__(self, left: _Ints) -> None:
+    def __init__(self, left: Ints) -> None:
         self.left = left
         self.item, self.length, self.rate, _ = left
         sums = np.zeros((2, len(self.item) + 1), np.int64)
@@ -53,11 +52,11 @@ class _Stock:
     def without(self, first: int, stop: int) -> "_Stock":
         return _Stock(np.concatenate([self.left[:, :first], self.left[:, stop:]], axis=1))
 
-    def having(self, rest: _Ints) -> "_Stock":
+    def having(self, rest: Ints) -> "_Stock":
         at = int((-self.rate).searchsorted(-rest[2, 0]))
         return _Stock(np.concatenate([self.left[:, :at], rest, self.left[:, at:]], axis=1))
 
-    def of_first(self, tokens: _Ints) -> _Ints:
+    def of_first(self, tokens: Ints) -> Ints:
         """Return the work of so many first tokens."""
         at = np.minimum(self.ends.searchsorted(tokens, "right"), len(self.item)) - 1
         return self.sums[at] + (tokens - self.ends[at]) * self.rate[at]
@@ -121,10 +120,10 @@ class _Taker:
         self.stock, self.slack, self.is_even = stock, slack, is_even
         self.tokens, self.work = tokens, work  # what they still are to have
         self.most_begun = tokens // 2
-        self.parts: list[_Ints] = []  # of items, like what is left of them
-        self.rests: list[_Ints] = []  # of what is shared with the next ones
+        self.parts: list[Ints] = []  # of items, like what is left of them
+        self.rests: list[Ints] = []  # of what is shared with the next ones
 
-    def fill(self) -> _Ints:
+    def fill(self) -> Ints:
         """Take what was begun, a long document, then what brings the work to the mean."""
         begun = self.stock.left[3]
         has_long = bool((begun == _LONG).any())

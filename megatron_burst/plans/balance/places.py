@@ -12,14 +12,12 @@ from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.plans.balance.document_work import DocumentItems
+from megatron_burst.plans.visibility.band import Ints
 from megatron_burst.plans.visibility.layout import Layout
 
 _FAR = 64  # how much worse it is to send to another node
-
-type _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class Shares:
     """How many tokens of each item the ranks get."""
 
     items: DocumentItems
-    shares: _Ints  # [item, tokens and rank, share], by item
+    shares: Ints  # [item, tokens and rank, share], by item
     nodes: Sequence[int]  # of each rank
     slack: int  # how much more queries than keys may have, that ends need not be shared evenly
 
@@ -46,7 +44,7 @@ class Shares:
         every = every[:, every[1] < every[2]]
         return _laid_out(every[:, self._order(every)], len(self.nodes))
 
-    def _order(self, places: _Ints) -> _Ints:
+    def _order(self, places: Ints) -> Ints:
         """In which order the rows of a rank are: first of documents that are on other nodes too.
 
         A ring sends a node all rows from the first to the last that it needs. So documents on the
@@ -112,7 +110,7 @@ class Shares:
         return inside[::-1]
 
 
-def _laid_out(places: _Ints, ranks: int) -> Layout:
+def _laid_out(places: Ints, ranks: int) -> Layout:
     """Return the layout of these ranks and ranges, in order, neighbours joined."""
     owner, start, stop = places
     first = np.r_[True, (owner[1:] != owner[:-1]) | (start[1:] != stop[:-1])].nonzero()[0]

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
-type _Ints = NDArray[np.int64]
+from megatron_burst.plans.visibility.band import Ints
 
 
 def deal_whole(
-    items: _Ints, room: Sequence[int], slack: int, cuts: int, *, is_even: bool = True
-) -> list[_Ints] | None:
+    items: Ints, room: Sequence[int], slack: int, cuts: int, *, is_even: bool = True
+) -> list[Ints] | None:
     """Return what each gets of the items; None where too many would have to be cut.
 
     Args:
@@ -51,7 +50,7 @@ def deal_whole(
 class _Rest:
     """The work of so many tokens of the shortest documents."""
 
-    def __init__(self, items: _Ints) -> None:
+    def __init__(self, items: Ints) -> None:
         tokens, rates = items[1:3, ::-1].tolist()
         each = (n * rate for n, rate in zip(tokens, rates, strict=True))
         self.ends, self.sums = [*accumulate(tokens)], [*accumulate(each)]

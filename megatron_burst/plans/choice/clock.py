@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.schedule import Loads
+from megatron_burst.plans.visibility.band import Bools, Ints
 
 type _Seconds = NDArray[np.float64]
-type _Numbers = NDArray[np.int64]
 
 
 class _Leg(NamedTuple):
@@ -24,9 +24,9 @@ class _Leg(NamedTuple):
 
     leaves: int  # steps
     lands: int
-    sources: _Numbers
-    targets: _Numbers
-    links: _Numbers  # which of all ranks' two networks
+    sources: Ints
+    targets: Ints
+    links: Ints  # which of all ranks' two networks
     seconds: _Seconds
 
 
@@ -34,10 +34,10 @@ class Timed(NamedTuple):
     """Messages with the time that they take: arrays [leg, message]."""
 
     loads: Loads
-    between: NDArray[np.bool]  # whether they go to another node, over other links
+    between: Bools  # whether they go to another node, over other links
     seconds: _Seconds
 
-    def mark(self, acts: NDArray[np.bool]) -> None:
+    def mark(self, acts: Bools) -> None:
         """Set where a rank sends: [step, rank]."""
         leg, message = self.loads.sizes.nonzero()
         acts[self.loads.leaves[leg], self.loads.sources[leg, message]] = True
@@ -63,7 +63,7 @@ def duration(messages: Iterable[Timed], computing: _Seconds) -> float:
     for timed in messages:
         for leg in timed.legs(ranks):
             posted[leg.leaves].append(leg)
-    landing: dict[int, list[tuple[_Numbers, _Seconds]]] = defaultdict(list)
+    landing: dict[int, list[tuple[Ints, _Seconds]]] = defaultdict(list)
     for step, of_ranks in enumerate(computing):
         for leg in posted[step]:
             start = np.maximum(now[leg.sources], now[leg.targets])

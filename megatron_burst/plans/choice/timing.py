@@ -13,6 +13,7 @@ from megatron_burst.plans.choice.machine import Machine
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.schedule import Messages, Schedule
 from megatron_burst.plans.schedules.work import Work
+from megatron_burst.plans.visibility.band import Ints
 
 
 class PassTime(NamedTuple):
@@ -78,7 +79,7 @@ def _computing(
     return kernels, machine.traffic * sums
 
 
-def sum_bytes(work: Work, shape: Shape, backward: bool) -> NDArray[np.int64]:
+def sum_bytes(work: Work, shape: Shape, backward: bool) -> Ints:
     """Return what is read and written to add the tiles' results to the sums: [step, rank]."""
     a_query, a_key, a_visitor = shape.added_bytes(backward=backward)
     return a_query * work.query_rows + a_key * work.key_rows + a_visitor * work.visitors

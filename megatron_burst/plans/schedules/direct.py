@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Part, Tiles
 from megatron_burst.plans.schedules.schedule import Loads, Schedule
 from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.schedules.topology import Grid, stations
 from megatron_burst.plans.schedules.work import Work, work_around
+from megatron_burst.plans.visibility.band import Ints
 from megatron_burst.plans.visibility.interval import union_of
 
 
@@ -85,7 +85,7 @@ class Direct(Schedule):
         """Return the messages with gradients: all have landed at the end."""
         return _DirectMessages(self, self.sent.gradient)
 
-    def result_sizes(self, sizes: Mapping[Kind, int]) -> NDArray[np.int64]:
+    def result_sizes(self, sizes: Mapping[Kind, int]) -> Ints:
         """Return the bytes of a whole gradient as each rank returns that of another's block."""
         gradient, is_once = self.sent.gradient, self.tiling.needs.once[self.sent]
         return np.where(is_once, sizes[gradient.partial], sizes[gradient])
@@ -125,7 +125,7 @@ class _DirectMessages:
         payload = sizes[self.kind] * rows // local_tokens
         return Loads(owners, users, payload, 0 * distances, distances - 1)
 
-    def _needed(self) -> tuple[NDArray[np.int64], ...]:
+    def _needed(self) -> tuple[Ints, ...]:
         """Who needs something of whom: distances, owners, users."""
         ranks = stations(self.schedule.grid)
         rows = self.schedule.tiling.needs.rows[self.schedule.sent]

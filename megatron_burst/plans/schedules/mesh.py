@@ -37,7 +37,7 @@ from megatron_burst.plans.schedules.schedule import Messages, Schedule
 from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.schedules.work import Work, work_of_pairs
-from megatron_burst.plans.visibility.band import Ints
+from megatron_burst.plans.visibility.band import Bools, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Mesh(Schedule):
         return f"{self.held} x {self.table.visitors} {self.sent} mesh"
 
     @property
-    def pairs(self) -> NDArray[np.int64]:
+    def pairs(self) -> Ints:
         """How many pairs of tokens each rank computes."""
         return _pairs(self)
 
@@ -137,7 +137,7 @@ class Mesh(Schedule):
         return _table(self.grid, self.held)
 
     @property
-    def needed(self) -> NDArray[np.bool]:
+    def needed(self) -> Bools:
         """Which blocks of the two kinds meet, but at their owner: [visiting owner, sent owner]."""
         return self.tiling.needs.users(self.sent.other)
 
@@ -163,9 +163,7 @@ class Mesh(Schedule):
         of_all = self._used(legs, used, _useful_visits)
         return Route(legs, _visits(self), of_all, self._parts[self.sent.other][None])
 
-    def _used(
-        self, legs: Sequence[Leg], used: Used, useful: "Callable[[Mesh], NDArray[np.bool]]"
-    ) -> NDArray[np.bool]:
+    def _used(self, legs: Sequence[Leg], used: Used, useful: "Callable[[Mesh], Bools]") -> Bools:
         if self.tiling.all_is_needed:
             return np.ones((len(legs), self.grid.ranks), bool)
         return used(legs, useful(self))
@@ -229,8 +227,8 @@ class Mesh(Schedule):
 class _Table:
     """The ranks at their places [row, column, local]: a row and a column are a node."""
 
-    ranks: NDArray[np.int64]
-    places: NDArray[np.int64]  # [3, rank]
+    ranks: Ints
+    places: Ints  # [3, rank]
 
     @property
     def held(self) -> int:
@@ -262,7 +260,7 @@ class _Table:
         """Return the station of the rank that keeps a block, so many rows from its owner."""
         return (node + 1) * self.locals if node else 0
 
-    def away(self, offsets: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
+    def away(self, offsets: Sequence[tuple[int, int, int]]) -> Ints:
         """Return for each rank those that are so far from it, in a cycle: [offset, rank]."""
         rows, columns, locals_ = np.array(offsets).T[:, :, None]
         row, column, local = self.places
@@ -281,14 +279,14 @@ class _Table:
 
 
 @lru_cache(maxsize=2)
-def _pairs(mesh: Mesh) -> NDArray[np.int64]:
+def _pairs(mesh: Mesh) -> Ints:
     seen, table = mesh.tiling.needs.pairs, mesh.table
     by_place = table.by_place(seen if mesh.sent is Kind.KV else seen.T)
     return table.by_rank(by_place.sum(axis=(1, 3, 5)).transpose(0, 2, 1))
 
 
 @lru_cache(maxsize=2)
-def _around(mesh: Mesh) -> NDArray[np.int64]:
+def _around(mesh: Mesh) -> Ints:
     """Return who is at the stations of what is sent around."""
     table = mesh.table
     nodes = np.repeat(table.passes, table.locals, axis=0)[:, 1]
@@ -298,7 +296,7 @@ def _around(mesh: Mesh) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=2)
-def _useful_around(mesh: Mesh) -> NDArray[np.bool]:
+def _useful_around(mesh: Mesh) -> Bools:
     """Return who has a use there for what is sent around."""
     table, owners = mesh.table, np.arange(mesh.grid.ranks)
     visitors = np.repeat(table.passes, table.locals, axis=0)[:, 0]
@@ -309,13 +307,13 @@ def _useful_around(mesh: Mesh) -> NDArray[np.bool]:
     return useful
 
 
-def _visits(mesh: Mesh) -> NDArray[np.int64]:
+def _visits(mesh: Mesh) -> Ints:
     """Return who is at the stations of what visits."""
     return mesh.table.away([(0, visitor, 0) for visitor in range(mesh.table.visitors)])
 
 
 @lru_cache(maxsize=2)
-def _useful_visits(mesh: Mesh) -> NDArray[np.bool]:
+def _useful_visits(mesh: Mesh) -> Bools:
     """Return who has a use there for what visits."""
     table, visitors = mesh.table, np.arange(mesh.table.visitors)
     met = table.by_rank(table.by_place(mesh.needed).any(axis=(3, 5)))  # [owner, column]

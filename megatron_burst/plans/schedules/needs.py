@@ -11,10 +11,9 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.plan import Kind, Part
-from megatron_burst.plans.visibility.band import Ints
+from megatron_burst.plans.visibility.band import Bools, Ints
 from megatron_burst.plans.visibility.cells import Cells
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.plans.visibility.kinds import Kinds, Visible
@@ -31,7 +30,7 @@ class Needs:
     """[query owner, key owner]: how many pairs of tokens the mask lets through."""
     is_banded: bool
     """Whether any rank has tiles that are neither full nor causal squares."""
-    once: Mapping[Kind, NDArray[np.bool]]
+    once: Mapping[Kind, Bools]
     """[owner, user]: whether no row of a KV or QUERY block is in two tiles of a user, so that what
     kernels return of its gradient is no sum."""
     rows: Mapping[Kind, Ints]
@@ -76,7 +75,7 @@ class Needs:
         low, high = self.ends[kind][:, :, groups]  # [owner, group, user]
         return _inside(low.min(axis=2).T, high.max(axis=2).T, self.local)
 
-    def users(self, kind: Kind) -> NDArray[np.bool]:
+    def users(self, kind: Kind) -> Bools:
         """Return which ranks have a use for the KV or QUERY block of another: [owner, user]."""
         seen = self.pairs.T if kind is Kind.KV else self.pairs
         return (seen > 0) & ~np.eye(len(seen), dtype=bool)

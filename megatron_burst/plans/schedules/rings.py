@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.needs import part_of
 from megatron_burst.plans.schedules.plan import Channel, Kind, Part, Tiles
@@ -29,7 +28,7 @@ from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.schedules.topology import Grid, stations
 from megatron_burst.plans.schedules.work import Work, work_around
-from megatron_burst.plans.visibility.band import Ints
+from megatron_burst.plans.visibility.band import Bools, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,7 @@ class Ring(Schedule):
 
 
 @lru_cache(maxsize=2)
-def _useful(tiling: Tiling, grid: Grid, kind: Kind) -> NDArray[np.bool]:
+def _useful(tiling: Tiling, grid: Grid, kind: Kind) -> Bools:
     """Who of those that a block passes has a use for it: [station, owner]."""
     return tiling.needs.users(kind)[np.arange(grid.ranks), stations(grid)]
 

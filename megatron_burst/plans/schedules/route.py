@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.needs import part_of
 from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind
 from megatron_burst.plans.schedules.schedule import Loads
-from megatron_burst.plans.visibility.band import Ints
+from megatron_burst.plans.visibility.band import Bools, Ints
 
-type Used = Callable[[Sequence[Leg], NDArray[np.bool]], NDArray[np.bool]]
+type Used = Callable[[Sequence[Leg], Bools], Bools]
 """Says by owner which legs are used, from the stations where the block is."""
 
 
@@ -39,9 +38,9 @@ class Route:
     """The messages of all ranks that move the blocks of one kind, or their results."""
 
     legs: Sequence[Leg]
-    ranks: NDArray[np.int64]
+    ranks: Ints
     """[station, owner]: who is there; a rank may be at several stations of an owner."""
-    used: NDArray[np.bool]
+    used: Bools
     """[leg, owner]: whether anything goes that way."""
     parts: Ints
     """[pass, owner, 2]: which of its rows go, see `part_of`. Of one pass: in all."""
@@ -96,7 +95,7 @@ class Route:
         return 0 if len(self.parts) == 1 else max(leg.source, leg.target) // (self.length or 1)
 
 
-def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
+def used_by_blocks(legs: Sequence[Leg], useful: Bools) -> Bools:
     """Say which legs lead a block on to a station where it is useful; both by owner."""
     useful, used = useful.copy(), np.zeros((len(legs), useful.shape[1]), bool)
     for number, leg in reversed([*enumerate(legs)]):
@@ -105,7 +104,7 @@ def used_by_blocks(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.
     return used
 
 
-def used_by_results(legs: Sequence[Leg], useful: NDArray[np.bool]) -> NDArray[np.bool]:
+def used_by_results(legs: Sequence[Leg], useful: Bools) -> Bools:
     """Say which legs carry something that a station has added to the result; both by owner."""
     holding, used = useful.copy(), np.zeros((len(legs), useful.shape[1]), bool)
     for number, leg in enumerate(legs):

@@ -4,13 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_burst.plans.schedules.plan import Channel, Hop, Kind, Plan, Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.schedules.work import Work
+from megatron_burst.plans.visibility.band import Ints
 
 
 class Loads(NamedTuple):
@@ -19,11 +17,11 @@ class Loads(NamedTuple):
     In a leg no rank sends twice or receives twice, and all are posted and land together.
     """
 
-    sources: NDArray[np.int64]
-    targets: NDArray[np.int64]
-    sizes: NDArray[np.int64]  # bytes; 0 where nothing goes
-    leaves: NDArray[np.int64]  # of each leg, the step that posts it
-    lands: NDArray[np.int64]
+    sources: Ints
+    targets: Ints
+    sizes: Ints  # bytes; 0 where nothing goes
+    leaves: Ints  # of each leg, the step that posts it
+    lands: Ints
 
 
 class Messages(Protocol):
@@ -64,7 +62,7 @@ class Schedule(ABC):
         """What it is called in the log."""
 
     @property
-    def pairs(self) -> NDArray[np.int64]:
+    def pairs(self) -> Ints:
         """How many pairs of tokens each rank computes: all of what does not move."""
         return self.tiling.needs.pairs.sum(axis=1 if self.sent is Kind.KV else 0)
 

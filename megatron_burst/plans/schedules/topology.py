@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_burst.config import Topology
+from megatron_burst.plans.visibility.band import Ints
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Grid:
 
 
 @lru_cache(maxsize=1)
-def stations(grid: Grid) -> NDArray[np.int64]:
+def stations(grid: Grid) -> Ints:
     """Return which rank `visits` an owner in each step: [step, owner]."""
     nodes, places = np.arange(grid.nodes), np.arange(grid.ranks_per_node)
     node = np.add.outer(nodes, nodes) % grid.nodes  # [pass, node of the owner]

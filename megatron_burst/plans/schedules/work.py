@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from megatron_burst.plans.schedules.plan import Kind, Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, stations
+from megatron_burst.plans.visibility.band import Bools, Ints
 
 _MANY = 16  # kinds of own tiles, above which all are taken to be cut as the heaviest one is
 
@@ -16,10 +17,10 @@ _MANY = 16  # kinds of own tiles, above which all are taken to be cut as the hea
 class Work(NamedTuple):
     """Sums over the tiles of a rank's step: arrays [step, rank]."""
 
-    pairs: NDArray[np.int64]  # of tokens that see each other
-    query_rows: NDArray[np.int64]
-    key_rows: NDArray[np.int64]
-    visitors: NDArray[np.int64]  # blocks of queries that come, another rank's
+    pairs: Ints  # of tokens that see each other
+    query_rows: Ints
+    key_rows: Ints
+    visitors: Ints  # blocks of queries that come, another rank's
 
     def all_at(self, step: int) -> "Work":
         """Return the same computed in one step."""
@@ -45,8 +46,8 @@ def work_around(
 
 def work_of_pairs(
     tiling: Tiling,
-    queries: NDArray[np.int64],
-    keys: NDArray[np.int64],
+    queries: Ints,
+    keys: Ints,
     spread: Callable[[Tiles], Mapping[int, Sequence[Tiles]]] | None,
 ) -> Work:
     """Count once a kind of pairs of ranks.
@@ -84,7 +85,7 @@ def _shares(parts: Mapping[int, Sequence[Tiles]]) -> dict[int, NDArray[np.float6
     return {step: own / np.maximum(1, sum(sums.values())) for step, own in sums.items()}
 
 
-def _come(queries: NDArray[np.int64], seen: NDArray[np.bool]) -> NDArray[np.bool]:
+def _come(queries: Ints, seen: Bools) -> Bools:
     """Say where a block of another rank's queries is not the last one that had tiles."""
     ranks = np.arange(queries.shape[1])
     visits = seen & (queries != ranks)
@@ -94,5 +95,5 @@ def _come(queries: NDArray[np.int64], seen: NDArray[np.bool]) -> NDArray[np.bool
     return visits & ((last < 0) | (queries[last, ranks] != queries))
 
 
-def _sums(blocks: Iterable[Tiles]) -> NDArray[np.int64]:
+def _sums(blocks: Iterable[Tiles]) -> Ints:
     return sum((block.cells.work.sum(axis=0) for block in blocks), np.zeros(3, np.int64))

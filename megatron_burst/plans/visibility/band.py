@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from megatron_burst.plans.visibility.interval import Interval
 
 type Ints = NDArray[np.int64]
+type Bools = NDArray[np.bool]
 
 FAR = 2**40  # rows; a side of a band that hides nothing, in arrays
 
@@ -67,7 +68,7 @@ class Band:
         assert band.reaches_all(queries, keys), "rows that see nothing"
         return band
 
-    def visible(self, queries: int, keys: int) -> NDArray[np.bool]:
+    def visible(self, queries: int, keys: int) -> Bools:
         """Write the tile's mask out: [queries, keys]."""
         distance = np.arange(keys) - np.arange(queries)[:, None]
         left, right = self.sides
@@ -114,7 +115,7 @@ def visible_pairs(sizes: Ints, sides: Ints) -> Ints:
     return np.asarray(sizes.prod(axis=-1) - (hidden * (hidden + 1) // 2).sum(axis=-1))
 
 
-def least_tiles(rows: Ints, sides: Ints) -> tuple[NDArray[np.bool], Ints, Ints]:
+def least_tiles(rows: Ints, sides: Ints) -> tuple[Bools, Ints, Ints]:
     """Return of each part of a band the least tile that holds all its pairs, and that tile's sides.
 
     Before it whether there is any. In that tile every query sees a key and every key is seen.

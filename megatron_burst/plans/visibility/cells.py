@@ -8,7 +8,7 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.visibility.band import FAR, Band, Ints, visible_pairs
+from megatron_burst.plans.visibility.band import FAR, Band, Bools, Ints, visible_pairs
 from megatron_burst.plans.visibility.interval import Interval
 
 
@@ -72,12 +72,12 @@ class Cells:
         return self.rows[:, 1::2] - self.rows[:, ::2]
 
     @property
-    def are_full(self) -> NDArray[np.bool]:
+    def are_full(self) -> Bools:
         """Whether every query of each sees every key."""
         return (self.sides == FAR).all(axis=1)
 
     @property
-    def are_squares(self) -> NDArray[np.bool]:
+    def are_squares(self) -> Bools:
         """Whether each is a causal square."""
         queries, keys = self.sizes.T
         return (queries == keys) & (self.sides == Band.CAUSAL.sides).all(axis=1)

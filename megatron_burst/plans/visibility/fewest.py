@@ -3,12 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_burst.plans.visibility.band import Ints
+from megatron_burst.plans.visibility.band import Bools, Ints
 from megatron_burst.plans.visibility.cells import Cells
-
-type _Bools = NDArray[np.bool]
 
 
 def fewest(of: Ints, piece: Ints, cells: Cells) -> tuple[Cells, Ints]:
@@ -77,7 +74,7 @@ def _join_queries(given: _Given) -> _Given:
     return _join(given, first, goes_on, rows[first, 1], [1])
 
 
-def _join(given: _Given, first: Ints, goes_on: _Bools, stops: Ints, columns: list[int]) -> _Given:
+def _join(given: _Given, first: Ints, goes_on: Bools, stops: Ints, columns: list[int]) -> _Given:
     """Join groups of cells, which begin at `first`, with the one before, from the second one on.
 
     What is joined has the cells of its first group, with the `stops` of its last one in `columns`.

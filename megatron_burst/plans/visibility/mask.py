@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_burst.plans.visibility.band import Bools, Ints
+
 # How a piece of queries sees a piece of keys.
 NOT, PARTLY, FULLY = 0, 1, 2
 
-type Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
+type Bounds = tuple[Ints, Ints]
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Mask:
         return math.isqrt(len(self.block_table or ()))
 
     @property
-    def blocks(self) -> NDArray[np.bool]:
+    def blocks(self) -> Bools:
         """Which blocks of keys each block of queries sees: [side, side]."""
         return np.frombuffer(self.block_table or b"", np.bool).reshape(self.side, self.side)
 

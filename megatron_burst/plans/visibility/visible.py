@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.visibility.band import FAR, Ints, least_tiles
+from megatron_burst.plans.visibility.band import FAR, Bools, Ints, least_tiles
 from megatron_burst.plans.visibility.cells import Cells
 from megatron_burst.plans.visibility.documents import documents_apart, of_documents
 from megatron_burst.plans.visibility.fewest import fewest
@@ -39,7 +39,7 @@ class _Pairs(NamedTuple):
 
     queries: NDArray[np.intp]  # their numbers
     keys: NDArray[np.intp]
-    are_full: NDArray[np.bool]  # whether every query sees every key
+    are_full: Bools  # whether every query sees every key
 
 
 def _all_pairs(pieces: Pieces, mask: Mask, tokens: int) -> _Pairs:
@@ -93,7 +93,7 @@ def _kinds(
     )
 
 
-def _cells(pieces: Pieces, mask: Mask, pairs: _Pairs) -> tuple[NDArray[np.bool], Cells]:
+def _cells(pieces: Pieces, mask: Mask, pairs: _Pairs) -> tuple[Bools, Cells]:
     """Return what causality and a window leave of pieces, before it whether anything is left."""
     queries, keys, step = pieces[pairs.queries], pieces[pairs.keys], pieces.step
     distance, shift = queries.starts - keys.starts, keys.first - queries.first
