@@ -1,9 +1,8 @@
 """The time of a pass of more ranks than are put on the clock, by what fewer take."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_burst.plans.choice.cost import Traffic
 from megatron_burst.plans.choice.machine import Machine
@@ -14,17 +13,6 @@ from megatron_burst.plans.schedules.schedule import Schedule
 type _Way = tuple[type[Schedule], Kind]  # by which schedules of two numbers of ranks are the same
 
 
-class _Timed(Protocol):
-    """A schedule that was put on the clock, if it was."""
-
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def cost(self) -> Traffic: ...
-    @property
-    def time(self) -> PassTime | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Fewer:
     """What fewer ranks take for a pass, each way of theirs."""
@@ -32,12 +20,6 @@ class Fewer:
     known: Mapping[_Way, tuple[Traffic, PassTime]]
     more: float  # times as many are asked for
     machine: Machine
-
-    @classmethod
-    def of(cls, offers: Iterable[_Timed], more: float, machine: Machine) -> "Fewer":
-        """Return it of what was timed."""
-        known = {(type(x.schedule), x.schedule.sent): (x.cost, x.time) for x in offers if x.time}
-        return cls(known, more, machine)
 
     def seconds(self, schedule: Schedule, sent: Traffic) -> float:
         """Return about what it takes of all ranks; infinity if no such way is known.

@@ -6,12 +6,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from megatron_burst.config import (
-    Algorithm,
-    Backward,
-    BurstConfig,
-    Topology,
-)
+from megatron_burst.config import Algorithm, Backward, BurstConfig, Topology
 from megatron_burst.plans.choice.cost import Shape, Traffic, traffic
 from megatron_burst.plans.choice.fewer import Fewer
 from megatron_burst.plans.choice.timing import Links, PassTime, pass_time
@@ -27,6 +22,8 @@ from megatron_burst.plans.visibility.layout import zigzag
 TIMED = 256  # ranks of a ring that are put on the clock, which takes their square, or about
 _NEAR = 1.005  # of the fastest's time; up to it a mesh comes last, and fewer bytes first
 _UNEVEN = 1.05  # how much more than in the most even ring a rank may compute if nothing is timed
+
+type _Clock = Links | Fewer | None  # fewer ranks where all are too many to be timed
 
 
 class Offer(NamedTuple):
@@ -118,17 +115,16 @@ def choose(
         ValueError: a mesh is asked for, but no mesh is possible or fits the limit.
     """
     links = links and links._replace(shape=shape)
-    ahead = back = None
+    clocks: tuple[_Clock, _Clock] = links, links
     if config.algorithm is not Algorithm.BURST:
-        links = None
+        clocks = None, None
     elif links and tiling.ranks > (
         TIMED if tiling.mask.is_sparse else max(TIMED, _ranks_of_fewer(nodes))
     ):
-        ahead, back = _of_fewer(config, tiling, shape, nodes, memory_limit, links)
-        links = None
-    arguments = config, tiling, grid, nodes, shape, memory_limit, links
-    forward = _Pass(*arguments, ahead, backward=False).offers()
-    backward = _Pass(*arguments, back, backward=True).offers()
+        clocks = _of_fewer(config, tiling, shape, nodes, memory_limit, links)
+    arguments = config, tiling, grid, nodes, shape, memory_limit
+    forward = _Pass(*arguments, clocks[0], backward=False).offers()
+    backward = _Pass(*arguments, clocks[1], backward=True).offers()
     unmasked = (grid.ranks - 1) * shape.item_bytes()[Kind.KV]
     return Choice(tiling, forward, backward, unmasked)
 
@@ -169,8 +165,12 @@ def _of_fewer(
     shape = replace(shape, tokens=shape.tokens // tiling.local_tokens * local_tokens)
     links = Links.of(fewer, shape, links.machine, links.beside)
     choice = choose(config, Tiling(layout, tiling.mask), grid, shape, fewer, memory_limit, links)
-    given = len(nodes) / len(fewer), links.machine
-    return Fewer.of(choice.forward, *given), Fewer.of(choice.backward, *given)
+
+    def timed(offers: Sequence[Offer]) -> Fewer:
+        known = {(type(x.schedule), x.schedule.sent): (x.cost, x.time) for x in offers if x.time}
+        return Fewer(known, len(nodes) / len(fewer), links.machine)
+
+    return timed(choice.forward), timed(choice.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,7 @@ class _Pass:
     nodes: Sequence[Hashable]
     shape: Shape
     memory_limit: float  # bytes
-    links: Links | None
-    fewer: Fewer | None  # where these ranks are too many to be timed
+    clock: _Clock
     backward: bool
 
     def offers(self) -> Sequence[Offer]:
@@ -196,13 +195,13 @@ class _Pass:
         least = min(ring.schedule.pairs.max() for ring in rings)
 
         def is_even(offer: Offer) -> bool:
-            is_timed = self.links is not None  # with the busiest rank
+            is_timed = isinstance(self.clock, Links)  # with the busiest rank
             return is_timed or bool(offer.schedule.pairs.max() <= _UNEVEN * least)
 
         def is_worth_it(offer: Offer) -> bool:
             cost, ring, schedule = offer.cost, usual.cost, offer.schedule
             cheap = (
-                self.is_on_the_clock
+                self.clock is not None
                 or cost.bottleneck <= schedule.worth * ring.bottleneck
                 or (
                     cost.bottleneck <= ring.bottleneck
@@ -219,27 +218,18 @@ class _Pass:
 
     def _fastest_first(self, offers: Sequence[Offer]) -> Sequence[Offer]:
         """Put the fastest first, or the first that is nearly as fast; as they are without links."""
-        if not self.is_on_the_clock or len(offers) < 2:
+        if self.clock is None or len(offers) < 2:
             return offers
         # A mesh holds and merges more: it has to be faster.
         offers = sorted(offers, key=lambda x: isinstance(x.schedule, Mesh))
-        if (links := self.links) is not None:
-            times = [pass_time(x.schedule, links, backward=self.backward) for x in offers]
+        if isinstance(self.clock, Fewer):
+            seconds = [self.clock.seconds(x.schedule, x.cost) for x in offers]
+        else:
+            times = [pass_time(x.schedule, self.clock, backward=self.backward) for x in offers]
             offers = [x._replace(time=time) for x, time in zip(offers, times, strict=True)]
-        seconds = [*map(self._seconds, offers)]
+            seconds = [time.seconds for time in times]
         first = next(n for n, each in enumerate(seconds) if each <= _NEAR * min(seconds))
         return [offers[first], *offers[:first], *offers[first + 1 :]]
-
-    def _seconds(self, offer: Offer) -> float:
-        if offer.time is not None:
-            return offer.time.seconds
-        assert self.fewer is not None
-        return self.fewer.seconds(offer.schedule, offer.cost)
-
-    @property
-    def is_on_the_clock(self) -> bool:
-        """Whether time decides, be it that of fewer ranks."""
-        return self.links is not None or self.fewer is not None
 
     def _offer(self, schedule: Schedule, cost: Traffic | None = None) -> Offer:
         if cost is None:
@@ -299,7 +289,7 @@ class _Pass:
             raise ValueError(_no_mesh(self.grid, memory, self.memory_limit))
         met = set[Kind]()
         for best in sorted(fitting, key=attrgetter("order")):
-            if best.schedule.sent not in met and (self.is_on_the_clock or not met):
+            if best.schedule.sent not in met and (self.clock or not met):
                 met.add(best.schedule.sent)
                 yield self._offer(best.schedule, self._by_formula(best.cost))
 
