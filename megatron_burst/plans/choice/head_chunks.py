@@ -21,10 +21,8 @@ def choose_head_chunks(
     """Return into how many chunks the heads are cut: as asked for, or as fill a GPU.
 
     Args:
-        config: the settings.
         tokens: batch x tokens of a rank.
-        query_heads: of a rank, after tensor and head parallelism.
-        kv_heads: of a rank.
+        query_heads: of a rank, after tensor and head parallelism, as `kv_heads`.
         is_worth_it: whether much lives: on a GPU, with blocks to receive, without documents.
         has_latents: whether K and V are made of them; if they may travel, they have no heads.
 

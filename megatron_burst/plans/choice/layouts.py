@@ -24,11 +24,6 @@ def make_layout(config: BurstConfig, tokens: int, ranks: int) -> Layout:
         count = next((n for n in enough if tokens // (2 * n * ranks) >= _CHUNK_ROWS), 2)
         parts = [tokens] if tokens % count else [tokens // count] * count
         return segmented_zigzag(parts, ranks)
-    makers = {
-        LayoutName.AUTO: zigzag,
-        LayoutName.ZIGZAG: zigzag,
-        LayoutName.BALANCED: zigzag,  # where there are no documents by which to choose
-        LayoutName.CONTIGUOUS: contiguous,
-        LayoutName.STRIPED: striped,
-    }
-    return makers[config.layout](tokens, ranks)
+    # Balanced layouts are zigzag where there are no documents by which to choose.
+    makers = {LayoutName.CONTIGUOUS: contiguous, LayoutName.STRIPED: striped}
+    return makers.get(config.layout, zigzag)(tokens, ranks)

@@ -116,8 +116,7 @@ def _by_band(cells: Cells) -> Iterator[tuple[Band, Cells]]:
         first = (of_square == cells.sides[:, None]).all(axis=2).argmax(axis=1)
         number = np.where(rows == keys, first, number)
     for which in np.unique(number).tolist():
-        left, right = (None if side == FAR else side for side in narrow[which].tolist())
-        yield Band(left, right), cells.select(number == which)
+        yield Band.of_sides(*narrow[which].tolist()), cells.select(number == which)
 
 
 def _of_band(tile: Tiles, band: Band, cells: Cells) -> Iterator[TileBatch]:

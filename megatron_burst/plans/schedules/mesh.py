@@ -148,29 +148,32 @@ class Mesh(Schedule):
             return []
         tiles = self.tiling.of_block(self.sent, owner, guest)
         for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
-            part = part_of(self._parts[kind][whose])
+            part = part_of(self.tiling.needs.parts[kind][whose])
             if whose != rank and part:
                 tiles = tiles.reading(kind, part)
         return [tiles]
 
     def _around(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
-        of_all = self._used(legs, used, _useful_around)
-        return Route(legs, _around(self), of_all, self._parts[self.sent][None])
+        return self._route(self.sent, legs, used, _around(self), _useful_around)
 
     def _visits(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what visits: station u is u nodes on in the owner's row."""
-        of_all = self._used(legs, used, _useful_visits)
-        return Route(legs, _visits(self), of_all, self._parts[self.sent.other][None])
+        stations = self.table.away([(0, visitor, 0) for visitor in range(self.table.visitors)])
+        return self._route(self.sent.other, legs, used, stations, _useful_visits)
 
-    def _used(self, legs: Sequence[Leg], used: Used, useful: "Callable[[Mesh], Bools]") -> Bools:
-        if self.tiling.all_is_needed:
-            return np.ones((len(legs), self.grid.ranks), bool)
-        return used(legs, useful(self))
-
-    @property
-    def _parts(self) -> Mapping[Kind, Ints]:
-        return self.tiling.needs.parts
+    def _route(
+        self,
+        kind: Kind,
+        legs: Sequence[Leg],
+        used: Used,
+        stations: Ints,
+        useful: "Callable[[Mesh], Bools]",
+    ) -> Route:
+        of_all = np.ones((len(legs), self.grid.ranks), bool)
+        if not self.tiling.all_is_needed:
+            of_all = used(legs, useful(self))
+        return Route(legs, stations, of_all, self.tiling.needs.parts[kind][None])
 
     def _channels(self, within: Channel, between: Channel) -> tuple[Channel, Channel]:
         return within, between if self.grid.nodes > 1 else within
@@ -305,11 +308,6 @@ def _useful_around(mesh: Mesh) -> Bools:
     for number, (_, node) in enumerate(table.passes):  # at its keeper it is in every pass
         useful[table.keeper(node)] |= useful[number * table.locals]
     return useful
-
-
-def _visits(mesh: Mesh) -> Ints:
-    """Return who is at the stations of what visits."""
-    return mesh.table.away([(0, visitor, 0) for visitor in range(mesh.table.visitors)])
 
 
 @lru_cache(maxsize=2)

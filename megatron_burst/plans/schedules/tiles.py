@@ -24,8 +24,7 @@ class Tiling:
 
     def __init__(self, layout: Layout, mask: Mask) -> None:
         self.layout, self.mask = layout, mask.of_length(layout.tokens)
-        self.ranks, self.tokens = layout.ranks, layout.tokens
-        self.local_tokens = layout.local_tokens
+        self.ranks, self.local_tokens = layout.ranks, layout.local_tokens
         self._known: dict[bytes, Cells] = {}
 
     def __call__(self, query_owner: int, key_owner: int) -> Tiles:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import index
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +41,7 @@ class Cells:
     def __iter__(self) -> Iterator[Cell]:
         return map(_cell, self.rows.tolist(), self.sides.tolist())
 
-    def __getitem__(self, number: SupportsIndex) -> Cell:
-        number = index(number)  # TypeError for a slice, see `select`
+    def __getitem__(self, number: int) -> Cell:
         return _cell(self.rows[number].tolist(), self.sides[number].tolist())
 
     def select(self, which: NDArray[np.integer | np.bool] | slice) -> "Cells":

@@ -23,10 +23,6 @@ class Documents(NamedTuple):
     first: Ints  # the first local row
     tokens: Ints  # before its padding
 
-    def select(self, which: Ints) -> "Documents":
-        """Return some of them."""
-        return Documents(*(x[which] for x in self))
-
 
 def documents_apart(layout: Layout, mask: Mask) -> Documents | None:
     """Return the documents of a layout that has each in zigzag, if the mask has the same.
@@ -64,7 +60,7 @@ def of_documents(documents: Documents, ranks: int, mask: Mask) -> Iterator[Kinds
     order = np.argsort(numbers.ravel(), kind="stable")
     borders = np.cumsum(np.bincount(numbers.ravel()))[:-1]
     for key, members in zip(keys.T.tolist(), np.split(order, borders), strict=True):
-        yield _of_alike(documents.select(members), ranks, mask, *key)
+        yield _of_alike(Documents(*(x[members] for x in documents)), ranks, mask, *key)
 
 
 def _of_alike(
