@@ -9,15 +9,13 @@ in part first and in part last.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Part, Tiles
+from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Part
 from megatron_burst.plans.schedules.schedule import Loads, Schedule
-from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
+from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, stations
-from megatron_burst.plans.schedules.work import Work, work_around
 from megatron_burst.plans.visibility.band import Ints
 from megatron_burst.plans.visibility.interval import union_of
 
@@ -61,22 +59,6 @@ class Direct(Schedule):
         """Return all messages of a forward or a backward."""
         return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
-        """Return what a rank computes, by step."""
-        tiles: dict[int, list[Tiles]] = {0: [self.tiling(rank, rank)]}
-        if backward:
-            tiles |= own_tiles_by_step(tiles[0][0], self.grid.ranks, two_levels=False)
-        for distance, owner in enumerate(self.grid.visits(rank)[1:], start=1):
-            if self.tiling.needs.rows[self.sent][owner, rank]:
-                used = self.tiling.of_block(self.sent, owner, rank)
-                tiles[distance] = [used.reading(self.sent, self.part(owner, rank))]
-        return tiles
-
-    def work(self, *, backward: bool) -> Work:
-        """Count what all ranks compute: once a kind of pairs of ranks."""
-        ends = partial(own_tiles_by_step, end=self.grid.ranks, two_levels=False)
-        return work_around(self.tiling, self.grid, self.sent, ends if backward else None)
-
     def reads(self) -> "_DirectMessages":
         """Return the messages with blocks: all are posted at once."""
         return _DirectMessages(self, self.sent)
@@ -90,11 +72,11 @@ class Direct(Schedule):
         gradient, is_once = self.sent.gradient, self.tiling.needs.once[self.sent]
         return np.where(is_once, sizes[gradient.partial], sizes[gradient])
 
-    def part(self, owner: int, user: int) -> Part:
-        """Return the rows of `owner` that `user` needs, one message; () is all, or none."""
-        if self.tiling.needs.rows[self.sent][owner, user] in (0, self.tiling.local_tokens):
+    def part(self, kind: Kind, owner: int, user: int) -> Part:
+        """Return the rows of a block that a rank needs, one message; () is all, or none."""
+        if self.tiling.needs.rows[kind][owner, user] in (0, self.tiling.local_tokens):
             return ()
-        return tuple(union_of(self.tiling.of_block(self.sent, owner, user).rows_of(self.sent)))
+        return tuple(union_of(self.tiling.of_block(kind, owner, user).rows_of(kind)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +117,7 @@ class _DirectMessages:
 
     def _hop(self, distance: int, owner: int, user: int) -> Hop:
         grid = self.schedule.grid
-        item = Item(self.kind, owner, self.schedule.part(owner, user))
+        item = Item(self.kind, owner, self.schedule.part(self.schedule.sent, owner, user))
         if self.kind.is_result:
             if self.schedule.tiling.needs.once[self.schedule.sent][owner, user]:
                 item = item._replace(kind=self.kind.partial)

@@ -23,7 +23,7 @@ the bytes.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -31,12 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_burst.plans.schedules.needs import part_of
-from megatron_burst.plans.schedules.plan import Channel, Kind, Tiles
+from megatron_burst.plans.schedules.plan import Channel, Kind, Part, Tiles
 from megatron_burst.plans.schedules.route import Leg, Route, Used, used_by_blocks, used_by_results
 from megatron_burst.plans.schedules.schedule import Messages, Schedule
 from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.schedules.topology import Grid
-from megatron_burst.plans.schedules.work import Work, work_of_pairs
 from megatron_burst.plans.visibility.band import Bools, Ints
 
 
@@ -101,35 +100,19 @@ class Mesh(Schedule):
             routes.append(self._around([*self._returns(result)], used_by_results))
         return tuple(routes)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
-        """Return what a rank computes, by step."""
-        ranks, (row, column, local) = self.table.ranks, self.table.places[:, rank].tolist()
-        tiles = dict[int, list[Tiles]]()
-        stations = product(self.table.passes, range(self.table.locals))
-        for step, ((visitor, node), place) in enumerate(stations):
-            guest = ranks[row, column - visitor, local]
-            owner = ranks[row - node, column, local - place]
-            tiles[step] = self._tiles(rank, int(guest), int(owner))
-        if self.sent.result(backward=backward):
-            tiles |= self._spread(tiles[0][0], self.grid.ranks)
-        return tiles
+    def meetings(self, ranks: Sequence[int]) -> tuple[Ints, Ints]:
+        """Return whose block of what is sent meets whose of what visits: both [step, rank]."""
+        steps = [*product(self.table.passes, range(self.table.locals))]
+        owners = self.table.away([(-node, 0, -step) for (_, node), step in steps], ranks)
+        return owners, self.table.away([(0, -visitor, 0) for (visitor, _), _ in steps], ranks)
 
-    def work(self, *, backward: bool) -> Work:
-        """Count what all ranks compute: once a kind of pairs of ranks."""
-        table = self.table
-        steps = product(table.passes, range(table.locals))
-        visits, around = [], []
-        for (visitor, node), step in steps:
-            visits.append((0, -visitor, 0))
-            around.append((-node, 0, -step))
-        guests, owners = table.away(visits), table.away(around)
-        pairs = (guests, owners) if self.sent is Kind.KV else (owners, guests)
-        has_ends = self.sent.result(backward=backward) is not None
-        spread = partial(self._spread, end=len(visits)) if has_ends else None
-        return work_of_pairs(self.tiling, *pairs, spread)
+    def spread(self, own: Tiles) -> dict[int, list[Tiles]]:
+        """Share a rank's own tiles out to the first step and those under the last results."""
+        return own_tiles_by_step(own, self.grid.ranks, two_levels=self.table.locals > 1)
 
-    def _spread(self, own: Tiles, end: int) -> Mapping[int, list[Tiles]]:
-        return own_tiles_by_step(own, end, two_levels=self.table.locals > 1)
+    def part(self, kind: Kind, owner: int, user: int) -> Part:
+        """Return which rows of a block its users have; () is all."""
+        return part_of(self.tiling.needs.parts[kind][owner])
 
     @property
     def table(self) -> "_Table":
@@ -140,18 +123,6 @@ class Mesh(Schedule):
     def needed(self) -> Bools:
         """Which blocks of the two kinds meet, but at their owner: [visiting owner, sent owner]."""
         return self.tiling.needs.users(self.sent.other)
-
-    def _tiles(self, rank: int, guest: int, owner: int) -> list[Tiles]:
-        if guest == owner == rank:
-            return [self.tiling(rank, rank)]
-        if not self.tiling.needs.rows[self.sent][owner, guest]:
-            return []
-        tiles = self.tiling.of_block(self.sent, owner, guest)
-        for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
-            part = part_of(self.tiling.needs.parts[kind][whose])
-            if whose != rank and part:
-                tiles = tiles.reading(kind, part)
-        return [tiles]
 
     def _around(self, legs: Sequence[Leg], used: Used) -> Route:
         """The way of what is sent around: station p·L + s is where it is in step s of pass p."""
@@ -263,10 +234,12 @@ class _Table:
         """Return the station of the rank that keeps a block, so many rows from its owner."""
         return (node + 1) * self.locals if node else 0
 
-    def away(self, offsets: Sequence[tuple[int, int, int]]) -> Ints:
-        """Return for each rank those that are so far from it, in a cycle: [offset, rank]."""
+    def away(
+        self, offsets: Sequence[tuple[int, int, int]], ranks: Sequence[int] | None = None
+    ) -> Ints:
+        """Return who is so far from ranks, if not given from all, in a cycle: [offset, rank]."""
         rows, columns, locals_ = np.array(offsets).T[:, :, None]
-        row, column, local = self.places
+        row, column, local = self.places if ranks is None else self.places[:, ranks]
         held, visitors, length = self.ranks.shape
         flat = ((row + rows) % held * visitors + (column + columns) % visitors) * length
         return self.ranks.reshape(-1)[flat + (local + locals_) % length]

@@ -14,10 +14,9 @@ The owner's own partial stays there; it is computed in parts, the first while th
 its way and the rest while the last gradient is.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from megatron_burst.plans.schedules.route import Leg, Route, Used, used_by_block
 from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
 from megatron_burst.plans.schedules.topology import Grid, stations
-from megatron_burst.plans.schedules.work import Work, work_around
 from megatron_burst.plans.visibility.band import Bools, Ints
 
 
@@ -73,24 +71,6 @@ class Ring(Schedule):
         """Return all messages of a forward or a backward."""
         return (self.reads(), self.gradients()) if backward else (self.reads(),)
 
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
-        """Return what a rank computes, by step."""
-        parts, tiles = self._parts, defaultdict[int, list[Tiles]](list)
-        for station, owner in enumerate(self.grid.visits(rank)):
-            step = self._delay if self.gather else station
-            part = part_of(parts[station // self.grid.ranks_per_node % len(parts), owner])
-            tiles[step] += self._tiles(rank, owner, part)
-        if backward and len(tiles) > 1:
-            tiles |= self._spread(tiles[0][0], self.grid.ranks)
-        return tiles
-
-    def work(self, *, backward: bool) -> Work:
-        """Count what all ranks compute: once a kind of pairs of ranks."""
-        has_ends = backward and self.grid.ranks > 1 and not self.gather
-        spread = partial(self._spread, end=self.grid.ranks) if has_ends else None
-        work = work_around(self.tiling, self.grid, self.sent, spread)
-        return work.all_at(self._delay) if self.gather else work
-
     def reads(self) -> Route:
         """Return the way of all blocks: it stops where no later rank needs it."""
         return self._route([*self._block_legs()], used_by_blocks)
@@ -131,18 +111,23 @@ class Ring(Schedule):
         return min(self.grid.nodes, self.grid.ranks_per_node) > 1
 
     @property
-    def _delay(self) -> int:
-        """How many steps later than in a ring a block is worked on."""
+    def delay(self) -> int:
+        """The first step in which a rank computes: when all blocks are there."""
         return self.grid.ranks - 1 if self.gather else 0
 
-    def _spread(self, own: Tiles, end: int) -> Mapping[int, list[Tiles]]:
-        return own_tiles_by_step(own, end, two_levels=self._two_levels, chained=self.chained)
+    def has_ends(self, *, backward: bool) -> bool:
+        """Whether a rank computes its own tiles in parts, first and last."""
+        return backward and self.grid.ranks > 1 and not self.gather
 
-    def _tiles(self, rank: int, owner: int, part: Part) -> list[Tiles]:
-        if rank != owner and not self.tiling.needs.rows[self.sent][owner, rank]:
-            return []
-        tiles = self.tiling.of_block(self.sent, owner, rank)
-        return [tiles if rank == owner or not part else tiles.reading(self.sent, part)]
+    def spread(self, own: Tiles) -> dict[int, list[Tiles]]:
+        """Share a rank's own tiles out to the first step and the last."""
+        levels, end = self._two_levels, self.grid.ranks
+        return own_tiles_by_step(own, end, two_levels=levels, chained=self.chained)
+
+    def part(self, kind: Kind, owner: int, user: int) -> Part:
+        """Return which rows of a block its user has; () is all."""
+        parts, (home, _), (node, _) = self._parts, *map(self.grid.coordinates, (owner, user))
+        return part_of(parts[(node - home) % self.grid.nodes % len(parts), owner])
 
     def _block_legs(self) -> Iterator[Leg]:
         """A block's way: from its owner to every node of its column, and around each node.
@@ -161,13 +146,13 @@ class Ring(Schedule):
     def _chain(self) -> Iterator[Leg]:
         """A gradient's way if every rank adds to what came before."""
         length, ranks, sums = self.grid.ranks_per_node, self.grid.ranks, self.sent.gradient
-        last, end = length - 1, ranks + self._delay  # who works on a block last in its node
+        last, end = length - 1, ranks + self.delay  # who works on a block last in its node
         for begin in range(0, ranks, length):
-            step = begin + self._delay + 1
+            step = begin + self.delay + 1
             for s in range(1 if begin == 0 else 0, last):
                 ends = begin + s, begin + s + 1
                 yield Leg(sums, *ends, Channel.GRADIENT_WITHIN, step + s, step + s)
-            leaves = begin + length + self._delay
+            leaves = begin + length + self.delay
             if begin == 0 and length > 1:
                 yield Leg(sums, last, 0, Channel.GRADIENT_WITHIN, leaves, leaves)
             elif begin > 0:
@@ -184,12 +169,12 @@ class Ring(Schedule):
         tail = 1 if length > 1 else 0  # the sum of a node is complete a hop after its pass
         for begin in range(0, ranks, length):
             for t in range(begin + 1, begin + length):
-                step = t + self._delay + 1
+                step = t + self.delay + 1
                 yield Leg(part, t, begin, Channel.GRADIENT_WITHIN, step, step)
             if begin > 0:
-                leaves = begin + length + self._delay + tail
+                leaves = begin + length + self.delay + tail
                 # With no step to spare, a rank that is late would hold up all others.
-                lands = min(leaves + max(length - 1, 1), ranks + self._delay + tail)
+                lands = min(leaves + max(length - 1, 1), ranks + self.delay + tail)
                 yield Leg(of_node, begin, 0, Channel.GRADIENT_BETWEEN, leaves, lands)
 
 

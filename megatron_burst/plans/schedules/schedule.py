@@ -1,13 +1,16 @@
 """What makes the plans of all ranks of an attention call."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from megatron_burst.plans.schedules.plan import Channel, Hop, Kind, Plan, Tiles
-from megatron_burst.plans.schedules.tiles import Tiling
-from megatron_burst.plans.schedules.topology import Grid
-from megatron_burst.plans.schedules.work import Work
+import numpy as np
+
+from megatron_burst.plans.schedules.plan import Channel, Hop, Kind, Part, Plan, Tiles
+from megatron_burst.plans.schedules.tiles import Tiling, own_tiles_by_step
+from megatron_burst.plans.schedules.topology import Grid, visits
+from megatron_burst.plans.schedules.work import Work, work_of_pairs
 from megatron_burst.plans.visibility.band import Ints
 
 
@@ -81,10 +84,6 @@ class Schedule(ABC):
         ]
 
     @abstractmethod
-    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
-        """Return what a rank computes, by step."""
-
-    @abstractmethod
     def memory(self, sizes: Mapping[Kind, int], *, backward: bool) -> int:
         """Return the bytes that a rank has of others' blocks and results, at the most.
 
@@ -95,14 +94,57 @@ class Schedule(ABC):
         """Return the kind of what a rank adds to a result in a step: no sum if each row once."""
         return result.partial if self.tiling.needs.once[self.sent].all() else result
 
+    def meetings(self, ranks: Sequence[int]) -> tuple[Ints, Ints]:
+        """Return whose block of what is sent meets whose of the other kind: both [step, rank].
+
+        Here a rank's own stays, and those of the others come in the order of the grid.
+        """
+        owners = visits(self.grid, ranks)
+        return owners, np.broadcast_to(ranks, owners.shape)
+
+    @abstractmethod
+    def part(self, kind: Kind, owner: int, user: int) -> Part:
+        """Return which rows of a block that is sent its user has; () is all."""
+
+    @property
+    def delay(self) -> int:
+        """The first step in which a rank computes."""
+        return 0
+
+    def has_ends(self, *, backward: bool) -> bool:
+        """Whether a rank computes its own tiles in parts, first and last; see `spread`."""
+        return self.sent.result(backward=backward) is not None
+
+    def spread(self, own: Tiles) -> dict[int, list[Tiles]]:
+        """Share a rank's own tiles out to the first step and those under the last results."""
+        return own_tiles_by_step(own, self.grid.ranks, two_levels=False)
+
+    def tiles(self, rank: int, *, backward: bool) -> dict[int, list[Tiles]]:
+        """Return what a rank computes, by step."""
+        tiles = defaultdict[int, list[Tiles]](list)
+        tiles[self.delay] = [self.tiling(rank, rank)]
+        met = (whose[1:, 0].tolist() for whose in self.meetings([rank]))
+        for step, (owner, guest) in enumerate(zip(*met, strict=True), start=1):
+            if self.tiling.needs.rows[self.sent][owner, guest]:
+                found = self.tiling.of_block(self.sent, owner, guest)
+                for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
+                    if whose != rank and (part := self.part(kind, whose, rank)):
+                        found = found.reading(kind, part)
+                tiles[max(step, self.delay)].append(found)
+        return tiles | self.spread(tiles[0][0]) if self.has_ends(backward=backward) else tiles
+
+    def work(self, *, backward: bool) -> Work:
+        """Count what all ranks compute: once a kind of pairs of ranks."""
+        owners, guests = self.meetings(range(self.grid.ranks))
+        pairs = (guests, owners) if self.sent is Kind.KV else (owners, guests)
+        spread = self.spread if self.has_ends(backward=backward) else None
+        work = work_of_pairs(self.tiling, *pairs, spread)
+        return work.all_at(self.delay) if self.delay else work
+
     @property
     def imbalance(self) -> float:
         """Max / mean over the ranks of the pairs that they compute; 1.0 is perfect."""
         return float(self.pairs.max() / self.pairs.mean()) if self.pairs.any() else 1.0
-
-    @abstractmethod
-    def work(self, *, backward: bool) -> Work:
-        """Count what all ranks compute."""
 
     def forward(self, rank: int) -> Plan:
         """Return a rank's plan of the forward."""

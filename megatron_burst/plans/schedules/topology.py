@@ -57,12 +57,6 @@ class Grid:
         node, local = self.coordinates(rank)
         return self.at(node, local + 1)
 
-    def visits(self, rank: int) -> tuple[int, ...]:
-        """Return whose tensors `rank` holds, step by step: its node's pass, then node by node."""
-        node, local = self.coordinates(rank)
-        passes, steps = range(self.nodes), range(self.ranks_per_node)
-        return tuple(self.at(node - p, local - s) for p in passes for s in steps)
-
     def __str__(self) -> str:
         if 1 in (self.nodes, self.ranks_per_node):
             return "flat ring"
@@ -71,15 +65,24 @@ class Grid:
 
 @lru_cache(maxsize=1)
 def stations(grid: Grid) -> Ints:
-    """Return which rank `visits` an owner in each step: [step, owner]."""
-    nodes, places = np.arange(grid.nodes), np.arange(grid.ranks_per_node)
-    node = np.add.outer(nodes, nodes) % grid.nodes  # [pass, node of the owner]
-    place = np.add.outer(places, places) % grid.ranks_per_node
-    rows = np.array(grid.rows)
-    visited = rows[node[:, None, :, None], place[None, :, None, :]]
-    by_step = np.empty((grid.ranks, grid.ranks), np.int64)
-    by_step[:, rows.ravel()] = visited.reshape(grid.ranks, grid.ranks)
-    return by_step
+    """Return which rank holds an owner's block in each step: [step, owner]."""
+    return _away(grid, range(grid.ranks), 1)
+
+
+def visits(grid: Grid, ranks: Sequence[int]) -> Ints:
+    """Return whose blocks ranks hold, first those of their node, then node by node: [step, rank].
+
+    The inverse of `stations`.
+    """
+    return _away(grid, ranks, -1)
+
+
+def _away(grid: Grid, ranks: Sequence[int], sign: int) -> Ints:
+    """Return who is p nodes and s places on, or back, from each rank: [p·L + s, rank]."""
+    rows, (node, place) = np.array(grid.rows), np.array([*map(grid.coordinates, ranks)]).T
+    passes, steps = np.arange(grid.nodes)[:, None, None], np.arange(grid.ranks_per_node)[:, None]
+    away = rows[(node + sign * passes) % grid.nodes, (place + sign * steps) % grid.ranks_per_node]
+    return away.reshape(grid.ranks, len(ranks))
 
 
 def flat_grid(ranks: int) -> Grid:

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_burst.plans.schedules.plan import Kind, Tiles
+from megatron_burst.plans.schedules.plan import Tiles
 from megatron_burst.plans.schedules.tiles import Tiling
-from megatron_burst.plans.schedules.topology import Grid, stations
 from megatron_burst.plans.visibility.band import Bools, Ints
 
 _MANY = 16  # kinds of own tiles, above which all are taken to be cut as the heaviest one is
@@ -29,34 +28,15 @@ class Work(NamedTuple):
         return Work(*counts)
 
 
-def work_around(
-    tiling: Tiling,
-    grid: Grid,
-    sent: Kind,
-    spread: Callable[[Tiles], Mapping[int, Sequence[Tiles]]] | None,
-) -> Work:
-    """Count what ranks compute that meet the blocks of all others in the order of the grid."""
-    ranks, at = np.arange(grid.ranks), stations(grid)
-    owners = np.empty_like(at)
-    np.put_along_axis(owners, at, ranks[None], axis=1)  # [step, rank]
-    owns = np.broadcast_to(ranks, at.shape)
-    pairs = (owns, owners) if sent is Kind.KV else (owners, owns)
-    return work_of_pairs(tiling, *pairs, spread)
-
-
 def work_of_pairs(
     tiling: Tiling,
     queries: Ints,
     keys: Ints,
     spread: Callable[[Tiles], Mapping[int, Sequence[Tiles]]] | None,
 ) -> Work:
-    """Count once a kind of pairs of ranks.
+    """Count once a kind of pairs of ranks, whose queries meet whose keys: both [step, rank].
 
-    Args:
-        tiling: has the tiles.
-        queries: whose they are, [step, rank].
-        keys: the same.
-        spread: cuts a rank's own tiles, of step 0, and spreads them over the steps.
+    `spread` cuts a rank's own tiles, of step 0, and spreads them over the steps.
     """
     each = tiling.work
     counts = np.zeros((len(queries) + 2, queries.shape[1], 4), np.int64)
