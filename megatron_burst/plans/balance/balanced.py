@@ -24,13 +24,23 @@ _NEAR = 5 / 4  # up to this share of zigzag's bytes another way of dealing may h
 
 
 class Balanced(NamedTuple):
-    """A layout for the documents of a batch."""
+    """A layout for the documents of a batch, and what decides whether it is taken."""
 
-    layout: Layout
-    chunk: int
-    """How many tokens follow each other on a rank, the mean."""
     imbalance: float
     """Max / mean over the ranks of their pairs, by queries or by keys; 1.0 is perfect."""
+    layout: Layout
+    sent: int = 0
+    """Bytes on the bottleneck link, where these were counted."""
+
+    @property
+    def chunk(self) -> int:
+        """How many tokens follow each other on a rank, the mean."""
+        return self.layout.tokens // sum(map(len, self.layout.shards))
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """By which the best is chosen."""
+        return max(BOUND, self.imbalance), self.sent
 
 
 def balanced(
@@ -52,26 +62,13 @@ def balanced(
             or padding.
     """
     usual = zigzag(tokens, len(nodes))
-    best = _Option(imbalance(usual, mask), usual)
+    best = Balanced(imbalance(usual, mask), usual)
     if best.imbalance > BOUND:
         best = _dealt(mask, nodes, best, queries_a_key)
-    return Balanced(best.layout, tokens // sum(map(len, best.layout.shards)), best.imbalance)
+    return best
 
 
-class _Option(NamedTuple):
-    """A layout, and what decides whether it is taken."""
-
-    imbalance: float
-    layout: Layout
-    sent: int = 0  # bytes on the bottleneck link
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """By which the best is chosen."""
-        return max(BOUND, self.imbalance), self.sent
-
-
-def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: _Option, queries_a_key: int) -> _Option:
+def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: Balanced, queries_a_key: int) -> Balanced:
     """Deal in several ways, and in more where the best puts a few more bytes on the links.
 
     Where that would take long, in one that is mostly good, and nothing is counted.
@@ -83,11 +80,11 @@ def _dealt(mask: Mask, nodes: Sequence[Hashable], usual: _Option, queries_a_key:
     def sent(layout: Layout) -> int:
         return _bytes(layout, mask, nodes, queries_a_key) if is_small else 0
 
-    def options(ways: Sequence[Way]) -> Iterator[_Option]:
+    def options(ways: Sequence[Way]) -> Iterator[Balanced]:
         for way in ways:
             layout = deal(work, nodes, way)
             uneven = imbalance(layout, mask)
-            yield _Option(uneven, layout, sent(layout) if uneven <= BOUND else 0)
+            yield Balanced(uneven, layout, sent(layout) if uneven <= BOUND else 0)
 
     best, least = min([usual, *options(ways)], key=attrgetter("order")), sent(usual.layout)
     if best.imbalance <= BOUND and not least < best.sent <= _NEAR * least:
