@@ -1,6 +1,6 @@
-"""Masks and layouts to try: each mask with the matrix that it stands for."""
+"""Masks and layouts to try: each mask with the matrix that it stands for, and that of tiles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +18,7 @@ from megatron_burst.plans.visibility.layout import (
 )
 from megatron_burst.plans.visibility.mask import Mask
 from tests import oracle
+from tests.plans.simulator import Tile
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "striped": striped,
     "balanced": _balanced,
 }
+
+
+def times_seen(tiles: Iterable[Tile], tokens: int) -> Tensor:
+    """How often tiles compute each pair of local rows of two ranks: int [tokens, tokens]."""
+    times = torch.zeros(tokens, tokens, dtype=torch.int)
+    for tile in tiles:
+        queries, keys = tile.query_rows, tile.key_rows
+        seen = tile.band.visible(queries.length, keys.length)
+        times[queries.as_slice, keys.as_slice] += torch.from_numpy(seen)
+    return times
 
 
 def dealt(order: Sequence[int], size: int) -> Layout:

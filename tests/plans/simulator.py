@@ -17,6 +17,7 @@ from megatron_burst.plans.schedules.plan import (
     Tiles,
     Transfer,
 )
+from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.cells import Cell, Cells
 from megatron_burst.plans.visibility.interval import Interval, union_of
@@ -56,6 +57,12 @@ def tiles_of(some: Plan | Step | Tiles) -> list[Tile]:
         return [Tile(*owners, *cell, *parts) for cell in some.cells]
     parts = some.steps if isinstance(some, Plan) else some.blocks
     return [tile for part in parts for tile in tiles_of(part)]
+
+
+def plans_of(schedule: Schedule, backward: bool) -> list[Plan]:
+    """Return the plans of all ranks."""
+    make = schedule.backward if backward else schedule.forward
+    return [make(rank) for rank in range(schedule.tiling.ranks)]
 
 
 def blocks_of(tiles: Sequence[Tile]) -> list[Tiles]:
@@ -189,7 +196,8 @@ class _Rank:
 
     def post(self) -> list[_Message]:
         sends = [self._send(send) for send in self.current.sends]
-        receives = [self._fly(_Message(receive, self.step)) for receive in self.current.receives]
+        receives = [_Message(receive, self.step) for receive in self.current.receives]
+        self.flying += sends + receives
         # What goes together, and in which order, is as in `comm.Transfers.post`.
         batches: dict[tuple[Channel, int], list[_Message]] = defaultdict(list)
         for message in (*receives, *sends):
@@ -206,14 +214,10 @@ class _Rank:
             raise self.error(f"sends {item}, which it does not have")
         if not item.kind.is_result:
             self.unused.discard(item)
-            return self._fly(_Message(send, self.step))
+            return _Message(send, self.step)
         if item.kind is not item.sum.kind and _adds_twice(item.sum, self.sums[item.sum]):
             raise self.error(f"sends as {item} a sum of several tiles")
-        return self._fly(_Message(send, self.step, self.sums.pop(item.sum)))
-
-    def _fly(self, message: _Message) -> _Message:
-        self.flying.append(message)
-        return message
+        return _Message(send, self.step, self.sums.pop(item.sum))
 
     @property
     def landing(self) -> list[_Message]:
@@ -319,13 +323,12 @@ class _Machine:
 def _check_tiles(plans: Sequence[Plan], pairs: int | None) -> None:
     computed: dict[Tile, str] = {}
     for plan in plans:
-        for number, tile in (
-            (n, tile) for n, step in enumerate(plan.steps) for tile in tiles_of(step)
-        ):
+        for number, step in enumerate(plan.steps):
             where = f"rank {plan.rank}, step {number}"
-            if tile in computed:
-                raise PlanError(f"{where}: computes {tile}, as does {computed[tile]}")
-            computed[tile] = where
+            for tile in tiles_of(step):
+                if tile in computed:
+                    raise PlanError(f"{where}: computes {tile}, as does {computed[tile]}")
+                computed[tile] = where
     found = sum(tile.pairs for tile in computed)
     if pairs is not None and found != pairs:
         raise PlanError(f"the tiles have {found} pairs of tokens, the mask {pairs}")

@@ -10,19 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.config import BurstConfig
 from megatron_burst.plans.balance.balanced import BOUND, balanced, imbalance
 from megatron_burst.plans.balance.dealing import Way, deal
 from megatron_burst.plans.balance.document_work import DocumentWork
-from megatron_burst.plans.choice.cost import Shape
-from megatron_burst.plans.choice.head_parallel import head_groups
-from megatron_burst.plans.choice.planning import choose
 from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.tiles import Tiling
-from megatron_burst.plans.schedules.topology import choose_grid
 from megatron_burst.plans.visibility.layout import Layout, contiguous, segmented_zigzag, zigzag
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plans.simulator import simulate
 from tests.tier import examples
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
@@ -109,21 +103,6 @@ def test_work_is_even_and_documents_that_fit_a_node_hardly_leave_it(
     assert float(row["balanced"]) <= BOUND < float(row["zigzag"])
     for heads in page.HEADS if (tokens, ranks) in FAST else ():
         assert float(row[f"8 a node {heads}"]) <= MOST[lengths], row
-
-
-def test_the_plans_of_such_a_layout_are_right() -> None:
-    mask = Mask.causal(documents=(0, 70, 90, 93, 120, 128))
-    nodes = [0, 0, 1, 1]
-    layout = balanced(mask, 128, nodes).layout
-    assert layout != zigzag(128, 4)
-    tiling, shape = Tiling(layout, mask), Shape(32, 1, 1, 8, 8, 4, 4)
-    grid, _ = choose_grid(BurstConfig().shape_of_rings, nodes)
-    choice = choose(BurstConfig(), tiling, grid, shape, nodes)
-    for backward in (False, True):
-        for offer in choice.backward if backward else choice.forward:
-            make = offer.schedule.backward if backward else offer.schedule.forward
-            pairs = int(tiling.needs.pairs.sum())
-            simulate([make(rank) for rank in range(4)], backward=backward, pairs=pairs)
 
 
 def test_documents_stay_whole_and_a_long_one_is_shared_from_both_ends() -> None:
@@ -213,19 +192,6 @@ def test_what_cannot_be_dealt_is_refused_with_the_numbers() -> None:
     for mask in blocks, Mask.causal(documents=(0, 8, 16), lengths=(7, 8)):
         with pytest.raises(ValueError, match="not for a block mask or padding"):
             balanced(mask, 16, "aa")
-
-
-@pytest.mark.parametrize(("nodes", "size"), [("aaaabbbb", 2), ("aaaabbbb", 4), ("aaaaaaaa", 8)])
-def test_groups_that_share_out_their_heads_find_their_tokens(nodes: str, size: int) -> None:
-    mask = Mask.causal(documents=(0, 150, 170, 173, 240, 256))
-    whole, groups = balanced(mask, 256, nodes).layout, head_groups(nodes, size)
-    x, ring = torch.arange(256), groups.ring_layout(whole)
-    assert whole != zigzag(256, 8)
-    assert torch.equal(ring.unshard([ring.shard(x, n, 0) for n in range(8 // size)], 0), x)
-    for number, members in enumerate(groups.groups):
-        local = groups.member_layout(whole, number)
-        shards = [whole.shard(x, rank, 0) for rank in members]
-        assert torch.equal(local.unshard(shards, 0), ring.shard(x, number, 0))
 
 
 def test_the_page_is_made_of_the_table() -> None:

@@ -24,7 +24,7 @@ from megatron_burst.plans.visibility.cells import Cell, Cells
 from megatron_burst.plans.visibility.interval import Interval
 from megatron_burst.plans.visibility.layout import segmented_zigzag, zigzag, zigzag_of_each
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plans.masks import LAYOUTS, documents_of, maskings
+from tests.plans.masks import LAYOUTS, documents_of, maskings, times_seen
 from tests.plans.simulator import Tile, blocks_of, tiles_of
 from tests.tier import examples
 
@@ -35,7 +35,7 @@ def rows_of(intervals: Iterable[Interval]) -> Tensor:
 
 def computed(calls: Iterable[TileBatch], tokens: int) -> Tensor:
     """How often each pair of rows is computed, by what a kernel is told."""
-    count = torch.zeros(tokens, tokens)
+    count = torch.zeros(tokens, tokens, dtype=torch.int)
     for call in calls:
         queries, keys = rows_of(call.queries), rows_of(call.keys)
         for of_side in (queries, keys):
@@ -70,14 +70,6 @@ def by_flash_2(window: Band | tuple[int | None, int | None], queries: int, keys:
     return from_corner(Band(*sides), queries, keys)
 
 
-def by_tiles(tiles: Iterable[Tile], tokens: int) -> Tensor:
-    count = torch.zeros(tokens, tokens)
-    for tile in tiles:
-        q, k = tile.query_rows, tile.key_rows
-        count[q.as_slice, k.as_slice] += torch.from_numpy(tile.band.visible(q.length, k.length))
-    return count
-
-
 @examples(200)
 @given(
     ranks=st.integers(1, 4),
@@ -95,11 +87,11 @@ def test_the_calls_compute_the_tiles(
         steps = [tiles]
         if key_owner == 0:
             half, end = steps[1:] = in_two(tiles)
-            expected = by_tiles(tiles_of(tiles), 4 * chunk)
+            expected = times_seen(tiles_of(tiles), 4 * chunk)
             both = [*tiles_of(half), *tiles_of(end)]
-            assert torch.equal(by_tiles(both, 4 * chunk), expected)
+            assert torch.equal(times_seen(both, 4 * chunk), expected)
         for some in steps:
-            expected = by_tiles(tiles_of(some), 4 * chunk)
+            expected = times_seen(tiles_of(some), 4 * chunk)
             assert torch.equal(computed(batches_of([some]), 4 * chunk), expected)
 
 
@@ -113,7 +105,7 @@ def test_flash_2_hides_nothing_of_documents_that_begin_within_a_window_of_a_bord
     for query_owner, key_owner in itertools.product(range(4), repeat=2):
         tiles = tiling(query_owner, key_owner)
         made = computed(batches_of([tiles]), tokens)
-        assert torch.equal(made, by_tiles(tiles_of(tiles), tokens))
+        assert torch.equal(made, times_seen(tiles_of(tiles), tokens))
 
 
 @examples(300)
@@ -127,7 +119,7 @@ def test_flash_2_hides_nothing_of_a_tall_tile(
     assert of_band is not None, "the first query sees the first key"
     q, k, band = of_band
     tiles = Tiles(*(0, 0), Cells.of([Cell(q, k, band)]))
-    assert torch.equal(computed(batches_of([tiles]), 40), by_tiles(tiles_of(tiles), 40))
+    assert torch.equal(computed(batches_of([tiles]), 40), times_seen(tiles_of(tiles), 40))
 
 
 def in_two(tiles: Tiles) -> tuple[Tiles, Tiles]:
@@ -265,5 +257,5 @@ def test_several_tiles_are_shared_out_by_whole_ones(lengths: list[int]) -> None:
     pieces = [tile for part in parts for tile in tiles_of(part)]
     cut = len(pieces) - len(tiles)
     assert cut <= 4  # two borders, and what is full left of the causal squares behind them
-    assert torch.equal(by_tiles(pieces, tokens), by_tiles(tiles_of(tiles), tokens))
+    assert torch.equal(times_seen(pieces, tokens), times_seen(tiles_of(tiles), tokens))
     assert not any(some.cells.is_banded for some in parts)

@@ -15,69 +15,26 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plans.simulator import bytes_sent, simulate, tiles_of
+from tests.plans.simulator import bytes_sent, plans_of, simulate, tiles_of
 
 CHAIN, HOME = True, False
 SIZES = {Kind.KV: 1000, Kind.QUERY: 700, Kind.D_KV: 30, Kind.D_QUERY: 7}
 SIZES |= {Kind.PARTIAL_D_KV: 11, Kind.PARTIAL_D_QUERY: 5}
 
 
-def shape(
-    query_heads: int = 8, kv_heads: int = 8, element_bytes: int = 2, gradient_bytes: int = 2
-) -> Shape:
-    return Shape(
-        tokens=4096,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        value_head_dim=128,
-        element_bytes=element_bytes,
-        gradient_bytes=gradient_bytes,
-    )
-
-
-def backward_hops(of: Shape) -> tuple[int, int]:
-    """Bytes of a hop of the kv and of the query backward: a block and a gradient."""
-    size = of.item_bytes()
-    return size[Kind.KV] + size[Kind.D_KV], size[Kind.QUERY] + size[Kind.D_QUERY]
-
-
 def test_the_bytes_of_a_hop() -> None:
     n, hq, hkv, dk, dv, e, g = 10, 6, 2, 5, 3, 2, 4
     shape = Shape(n, hq, hkv, dk, dv, e, g)
-    kv, query = backward_hops(shape)
-    assert kv == n * hkv * (dk + dv) * (e + g)
-    assert query == n * hq * (e * (dk + dv) + g * dk + 8)
+    size = shape.item_bytes()
+    assert size[Kind.KV] + size[Kind.D_KV] == n * hkv * (dk + dv) * (e + g)
+    assert size[Kind.QUERY] + size[Kind.D_QUERY] == n * hq * (e * (dk + dv) + g * dk + 8)
     assert Shape(n, hq, hkv, dk, dv, 8, 8, row_bytes=8).item_bytes()[Kind.QUERY] == n * hq * (
         8 * (dk + dv) + 16
     )
-    for raw, size in ((True, e), (False, g)):
+    for raw, width in ((True, e), (False, g)):
         sizes = replace(shape, sends_raw=raw).item_bytes()
-        partials = n * hkv * (dk + dv) * size, n * hq * dk * size
+        partials = n * hkv * (dk + dv) * width, n * hq * dk * width
         assert (sizes[Kind.PARTIAL_D_KV], sizes[Kind.PARTIAL_D_QUERY]) == partials
-
-
-def test_without_grouped_heads_the_query_ring_sends_24_percent_less() -> None:
-    kv, query = backward_hops(shape())
-    assert 1 - query / kv == pytest.approx(0.24, abs=0.005)
-
-
-@pytest.mark.parametrize(("gradient_bytes", "limit"), [(2, 1.32), (4, 1.49)])
-def test_the_query_ring_wins_below_a_ratio_of_heads(gradient_bytes: int, limit: float) -> None:
-    kv, query = backward_hops(shape(gradient_bytes=gradient_bytes))
-    assert kv / query == pytest.approx(limit, abs=0.005)
-    for above, query_wins in ((0.99, True), (1.01, False)):
-        heads = round(1000 * limit * above)
-        kv, query = backward_hops(shape(heads, 1000, gradient_bytes=gradient_bytes))
-        assert (query < kv) is query_wins
-
-
-@pytest.mark.parametrize(("group", "factor"), [(4, 3), (8, 6)])
-def test_with_grouped_heads_the_query_ring_sends_several_times_as_much(
-    group: int, factor: int
-) -> None:
-    kv, query = backward_hops(shape(query_heads=8 * group))
-    assert query / kv == pytest.approx(factor, rel=0.02)
 
 
 class Sent:
@@ -137,7 +94,7 @@ def test_traffic_of_flat_and_double_rings(
     assert found(double.gradients()) == Traffic(within + between, between)
     for ring in (flat, double):
         sent = found(ring.reads(), ring.gradients()).rank
-        assert [bytes_sent(ring.backward(rank), SIZES) for rank in range(ranks)] == [sent] * ranks
+        assert [bytes_sent(plan, SIZES) for plan in plans_of(ring, True)] == [sent] * ranks
 
 
 def test_a_node_is_sent_the_rows_that_it_needs() -> None:
@@ -153,8 +110,7 @@ def test_a_node_is_sent_the_rows_that_it_needs() -> None:
         sent[back] = [traffic(some, sizes, "aabb", 8) for some in passes]
         pairs = int(tiling.needs.pairs.sum())
         for backward in (False, True):
-            make = ring.backward if backward else ring.forward
-            simulate([make(rank) for rank in range(4)], backward=backward, pairs=pairs)
+            simulate(plans_of(ring, backward), backward=backward, pairs=pairs)
     assert [each.nic for each in sent[HOME]] == [4, 40]
     assert [each.nic for each in sent[CHAIN]] == [8, 80], "sums of all nodes"
 
@@ -164,7 +120,7 @@ def test_all_rows_of_a_tile_are_sent_to_its_node(kind: Kind) -> None:
     mask = Mask.causal(documents=(0, 7, 30, 41, 90, 96))
     for layout in (zigzag(96, 6), contiguous(96, 6)):
         ring = Ring(Tiling(layout, mask), Grid(((0, 1), (2, 3), (4, 5))), kind, HOME)
-        plans = [ring.backward(rank) for rank in range(6)]
+        plans = plans_of(ring, True)
         simulate(plans, backward=True, pairs=int(ring.pairs.sum()))
         for tile in (tile for plan in plans for tile in tiles_of(plan)):
             rows = tile.rows_of(kind)

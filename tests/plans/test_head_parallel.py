@@ -29,7 +29,7 @@ from megatron_burst.transport.links import machine_here
 from tests.attention.cases import LAYOUT_NAMES, Case, answer, check, logged, run_cases
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings, maskings
 from tests.plans.simulator import bytes_sent
-from tests.tier import examples, one_in, some
+from tests.tier import examples, one_in, slow_if, some
 from tests.workers import Team, WorkerPool
 
 # Who
@@ -38,9 +38,7 @@ from tests.workers import Team, WorkerPool
 @pytest.mark.parametrize(
     ("nodes", "size", "groups"),
     [
-        ("aaaa", 1, ((0,), (1,), (2,), (3,))),
         ("aaaa", 2, ((0, 1), (2, 3))),
-        ("aabb", 2, ((0, 1), (2, 3))),
         ("abab", 2, ((0, 2), (1, 3))),
         ("abba", 1, ((0,), (1,), (2,), (3,))),  # the rank in a ring of all is the rank
         ("aaaabb", 2, ((0, 1), (2, 3), (4, 5))),
@@ -181,31 +179,17 @@ RINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "size", "per_node"),
-    [
-        (2, 2, 8),
-        (3, 3, 8),
-        pytest.param(4, 2, 8, marks=pytest.mark.slow),
-        (4, 2, 2),
-        (4, 4, 4),
-        pytest.param(5, 5, 8, marks=pytest.mark.slow),
-        pytest.param(6, 2, 2, marks=pytest.mark.slow),
-        pytest.param(6, 3, 8, marks=pytest.mark.slow),
-        pytest.param(7, 7, 8, marks=pytest.mark.slow),
-        (8, 2, 4),
-        pytest.param(8, 4, 4, marks=pytest.mark.slow),
-        pytest.param(8, 2, 8, marks=pytest.mark.slow),
-        pytest.param(8, 8, 8, marks=pytest.mark.slow),
-    ],
-)
-def test_every_layout_and_backward(
-    workers: WorkerPool, ranks: int, size: int, per_node: int
-) -> None:
-    place = {"ranks_per_node": per_node, "head_parallel_size": size}
+PLACED = [(2, 2, 8), (3, 3, 8), (4, 2, 2), (4, 4, 4), (8, 2, 4)]
+MORE = [(4, 2, 8), (5, 5, 8), (6, 2, 2), (6, 3, 8), (7, 7, 8), (8, 4, 4), (8, 2, 8), (8, 8, 8)]
+
+
+@pytest.mark.parametrize("place", slow_if(MORE, PLACED + MORE), ids=str)
+def test_every_layout_and_backward(workers: WorkerPool, place: tuple[int, int, int]) -> None:
+    ranks, size, per_node = place
+    nodes = {"ranks_per_node": per_node, "head_parallel_size": size}
     cases = [
         Case(
-            config={"layout": layout, **config, **place},
+            config={"layout": layout, **config, **nodes},
             chunk=2,
             heads=heads_for(size, turn),
             has_sink=turn % 2 == 0,
@@ -236,46 +220,24 @@ def test_the_hard_masks_equal_the_oracle(workers: WorkerPool, size: int) -> None
 
 
 @examples(25)
-@given(
-    place=st.sampled_from([(2, 2), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (8, 8)]),
-    chunk=st.integers(1, 3),
-    copies=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 3]),
-    ring=st.sampled_from(RINGS),
-    layout=st.sampled_from(LAYOUT_NAMES),
-    double=st.booleans(),
-    value_dim=st.sampled_from([6, 4, 8]),
-    has_sink=st.booleans(),
-    data=st.data(),
-)
-def test_any_hybrid_equals_the_oracle(
-    workers: WorkerPool,
-    place: tuple[int, int],
-    chunk: int,
-    copies: int,
-    group: int,
-    ring: dict[str, Any],
-    layout: str,
-    double: bool,
-    value_dim: int,
-    has_sink: bool,
-    data: st.DataObject,
-) -> None:
-    ranks, size = place
-    masking = data.draw(maskings(4 * ranks * chunk))
+@given(data=st.data())
+def test_any_hybrid_equals_the_oracle(workers: WorkerPool, data: st.DataObject) -> None:
+    def one_of(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    ranks, size = one_of((2, 2), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2), (8, 4), (8, 8))
+    chunk, copies = one_of(1, 2, 3), one_of(1, 2)
     kv_heads = size // copies if size % copies == 0 else size
-    nodes = {"ranks_per_node": 4, "topology": "double"} if double and ranks % 4 == 0 else {}
-    if nodes and size == 8:
-        nodes = {}
-    config = {**ring, **nodes, "layout": layout, "head_parallel_size": size}
-    heads = (size * group, kv_heads)
+    is_double = one_of(False, True) and ranks % 4 == 0 and size < 8
+    nodes = {"ranks_per_node": 4, "topology": "double"} if is_double else {}
+    layout = one_of(*LAYOUT_NAMES)
     case = Case(
-        config=config,
+        config={**one_of(*RINGS), **nodes, "layout": layout, "head_parallel_size": size},
         chunk=2 * chunk,
-        masking=masking,
-        heads=heads,
-        value_dim=value_dim,
-        has_sink=has_sink,
+        masking=data.draw(maskings(4 * ranks * chunk)),
+        heads=(size * one_of(1, 3), kv_heads),
+        value_dim=one_of(6, 4, 8),
+        has_sink=one_of(False, True),
     )
     check([case], ranks, workers)
 
@@ -346,8 +308,6 @@ def refusal(team: Team, config: dict[str, Any], heads: tuple[int, int]) -> str:
     ("ranks", "config", "heads", "message"),
     [
         (4, {"head_parallel_size": 4}, (6, 6), "6 query and 6 kv heads of a rank"),
-        (4, {"head_parallel_size": 4}, (12, 6), "12 query and 6 kv heads of a rank"),
-        (4, {"head_parallel_size": 3}, (6, 6), "of the 4 context-parallel ranks the nodes hold 4"),
         (4, {"head_parallel_size": 2, "ranks_per_node": 5}, (4, 4), "the nodes hold 1, 3"),
         (3, {"algorithm": "ulysses"}, (4, 4), "4 query and 4 kv heads of a rank"),
         (1, {"head_parallel_size": 2}, (4, 4), "of the 1 context-parallel ranks the nodes hold 1"),

@@ -29,15 +29,19 @@ MAKERS = {
 SEGMENTED = BurstConfig(layout="segmented-zigzag")
 
 
-def test_zigzag_gives_rank_r_the_chunks_r_and_2p_minus_1_minus_r() -> None:
-    layout = zigzag(16, 4)
-    assert [layout.positions(rank).tolist() for rank in range(4)] == [
-        [0, 1, 14, 15],
-        [2, 3, 12, 13],
-        [4, 5, 10, 11],
-        [6, 7, 8, 9],
-    ]
-    assert (layout.ranks, layout.local_tokens) == (4, 4)
+@pytest.mark.parametrize(
+    ("layout", "held"),
+    [
+        (zigzag(16, 4), [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]),
+        (segmented_zigzag([8, 4], 2), [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]),
+        (striped(6, 2), [[0, 2, 4], [1, 3, 5]]),
+        (contiguous(9, 3), [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+    ],
+    ids=["zigzag", "segmented zigzag", "striped", "contiguous"],
+)
+def test_who_holds_which_positions(layout: Layout, held: list[list[int]]) -> None:
+    assert [layout.positions(rank).tolist() for rank in range(layout.ranks)] == held
+    assert (layout.ranks, layout.local_tokens) == (len(held), len(held[0]))
 
 
 @pytest.mark.parametrize(("local", "count"), [(8192, 8), (4096, 4), (2048, 2), (16, 2), (12288, 8)])
@@ -49,25 +53,6 @@ def test_as_many_segments_as_leave_a_chunk_512_rows(local: int, count: int) -> N
 
 def test_a_rank_alone_holds_any_number() -> None:
     assert zigzag(33, 1) == segmented_zigzag([20, 13], 1) == Layout(((range(33),),))
-
-
-def test_segmented_zigzag_is_a_zigzag_of_each_segment() -> None:
-    layout = segmented_zigzag([8, 4], 2)
-    assert [layout.positions(rank).tolist() for rank in range(2)] == [
-        [0, 1, 6, 7, 8, 11],
-        [2, 3, 4, 5, 9, 10],
-    ]
-    assert segmented_zigzag([8], 2) == zigzag(8, 2)
-
-
-def test_striped_gives_rank_r_every_pth_token() -> None:
-    assert [striped(6, 2).positions(rank).tolist() for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_contiguous_gives_rank_r_the_piece_r() -> None:
-    layout = contiguous(9, 3)
-    assert [layout.positions(r).tolist() for r in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert (layout.ranks, layout.local_tokens) == (3, 3)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.plans.schedules.plan import Kind
@@ -25,19 +24,16 @@ from megatron_burst.plans.visibility.layout import (
     zigzag_of_each,
 )
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plans.masks import LAYOUTS, Masking, documents_of, hard_maskings, maskings
+from tests.plans.masks import (
+    LAYOUTS,
+    Masking,
+    documents_of,
+    hard_maskings,
+    maskings,
+    times_seen,
+)
 from tests.plans.simulator import Tile, blocks_of, tiles_of
 from tests.tier import examples
-
-
-def rows_seen(tile: Tile, tokens: int) -> Tensor:
-    """How often the tile computes each pair of local rows: int [query rows, key rows]."""
-    count = torch.zeros(tokens, tokens, dtype=torch.int)
-    queries, keys = tile.query_rows, tile.key_rows
-    count[queries.as_slice, keys.as_slice] += torch.from_numpy(
-        tile.band.visible(queries.length, keys.length)
-    )
-    return count
 
 
 def assert_fits(tile: Tile) -> None:
@@ -54,10 +50,7 @@ def check(layout: Layout, masking: Masking) -> None:
     tiling, visible = Tiling(layout, masking.mask), masking.visible(layout.tokens)
     for query_owner, key_owner in itertools.product(range(layout.ranks), repeat=2):
         tiles = tiles_of(tiling(query_owner, key_owner))
-        found = sum(
-            (rows_seen(tile, layout.local_tokens) for tile in tiles),
-            start=torch.zeros(layout.local_tokens, layout.local_tokens, dtype=torch.int),
-        )
+        found = times_seen(tiles, layout.local_tokens)
         rows, columns = layout.positions(query_owner), layout.positions(key_owner)
         assert torch.equal(found, visible[rows][:, columns].int())
         for tile in tiles:
@@ -170,7 +163,7 @@ def test_a_band_cut_is_the_submatrix_and_has_no_row_that_sees_nothing() -> None:
             if cut:
                 tile = Tile(0, 0, *cut)
                 assert_fits(tile)
-                assert {(int(q), int(k)) for q, k in rows_seen(tile, 4).nonzero()} == seen
+                assert {(int(q), int(k)) for q, k in times_seen([tile], 4).nonzero()} == seen
                 for first in range(tile.query_rows.length + 1):  # rows of it
                     size = first, tile.key_rows.length
                     assert tile.band.pairs(*size) == tile.band.visible(*size).sum()
@@ -188,8 +181,7 @@ def test_a_tile_and_its_parts_are_the_same_pairs(tokens: int, data: st.DataObjec
         parts = [t for part in half_and_quarters(*blocks_of([tile])) for t in tiles_of(part)]
         for part in parts:
             assert_fits(part)
-        found = sum((rows_seen(part, tokens) for part in parts), torch.zeros(tokens, tokens))
-        assert torch.equal(found, rows_seen(tile, tokens))
+        assert torch.equal(times_seen(parts, tokens), times_seen([tile], tokens))
 
 
 @examples(100)

@@ -14,14 +14,14 @@ from megatron_burst.plans.choice.machine import H100
 from megatron_burst.plans.choice.planning import Offer, choose
 from megatron_burst.plans.choice.timing import Links
 from megatron_burst.plans.schedules.mesh import Mesh, meshes
-from megatron_burst.plans.schedules.plan import Channel, Kind, Plan
+from megatron_burst.plans.schedules.plan import Channel, Kind
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid, flat_grid
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from tests.plans.masks import LAYOUTS, Masking, hard_maskings
-from tests.plans.simulator import bytes_held, simulate, tiles_of
+from tests.plans.simulator import bytes_held, plans_of, simulate, tiles_of
 from tests.plans.test_plan import make_grid
 from tests.tier import slow_if, some
 
@@ -36,14 +36,13 @@ MHA = Shape(8192, 32, 32, 128, 128, 2, 4, sends_raw=True)
 GQA = replace(MHA, kv_heads=8)
 
 
+def nodes_of(grid: Grid) -> list[int]:
+    return [grid.coordinates(rank)[0] for rank in range(grid.ranks)]
+
+
 def every_mesh(grid: Grid, mask: Mask, layout: str = "zigzag") -> Iterator[Mesh]:
     tiling = Tiling(LAYOUTS[layout](4 * CHUNK * grid.ranks, grid.ranks), mask)
     return (mesh for kind in (Kind.KV, Kind.QUERY) for mesh in meshes(tiling, grid, kind))
-
-
-def plans_of(mesh: Mesh, backward: bool) -> list[Plan]:
-    make = mesh.backward if backward else mesh.forward
-    return [make(rank) for rank in range(mesh.grid.ranks)]
 
 
 @pytest.mark.parametrize("grid", slow_if(LARGE, GRIDS), ids=lambda grid: str(grid.rows))
@@ -68,7 +67,6 @@ def test_messages_and_bytes_are_those_of_the_formulas(grid: Grid) -> None:
     link = "BETWEEN" if grid.nodes > 1 else "WITHIN"
     read, result = Channel[f"READ_{link}"], Channel[f"GRADIENT_{link}"]
     ways = {Channel.READ_ACROSS: Channel.READ_WITHIN}
-    where = [grid.coordinates(rank)[0] for rank in range(grid.ranks)]
     for mesh in every_mesh(grid, Mask.full()):
         held, visitors = mesh.held, nodes // mesh.held
         for backward in BOTH:
@@ -88,16 +86,15 @@ def test_messages_and_bytes_are_those_of_the_formulas(grid: Grid) -> None:
                     )
                     assert found == expected
             away, within = mesh.sends(sizes, backward=backward)
-            counted = traffic(mesh.messages(backward=backward), sizes, where, 4 * CHUNK)
+            counted = traffic(mesh.messages(backward=backward), sizes, nodes_of(grid), 4 * CHUNK)
             assert (counted.bottleneck, counted.rank) == (away, away + within)
 
 
 @pytest.mark.parametrize("grid", slow_if(LARGE, GRIDS), ids=lambda grid: str(grid.rows))
 def test_a_mesh_is_chosen_by_the_bytes_that_its_messages_have(grid: Grid) -> None:
     """Whether they are counted, or follow from a formula where all is needed."""
-    apart = [grid.coordinates(rank)[0] for rank in range(grid.ranks)]
     masks = Mask.causal(), Mask.full(), Mask.causal(window=3 * CHUNK)
-    for mask, nodes in itertools.product(masks, (apart, [*range(grid.ranks)])):
+    for mask, nodes in itertools.product(masks, (nodes_of(grid), [*range(grid.ranks)])):
         tiling = Tiling(zigzag(4 * CHUNK * grid.ranks, grid.ranks), mask)
         choice = choose(BurstConfig(topology=Topology.MESH), tiling, grid, MHA, nodes)
         for (offer,), backward in zip((choice.forward, choice.backward), BOTH, strict=True):
@@ -125,11 +122,10 @@ def test_no_rank_holds_more_than_is_said(grid: Grid) -> None:
 def test_a_card_sends_one_block_at_a_time(grid: Grid) -> None:
     """Two would share the link, and the one that is due first would come later."""
     for mesh in every_mesh(grid, Mask.full()):
-        for backward, rank in itertools.product(BOTH, range(grid.ranks)):
-            steps = enumerate(mesh.backward(rank).steps if backward else mesh.forward(rank).steps)
+        for plan in (plan for backward in BOTH for plan in plans_of(mesh, backward)):
             busy = sorted(
                 (number, send.lands)
-                for number, step in steps
+                for number, step in enumerate(plan.steps)
                 for send in step.sends
                 if send.channel is Channel.READ_BETWEEN
             )
@@ -151,9 +147,8 @@ def test_without_grouped_heads_it_sends_so_much_less_than_a_double_ring(
 
 def bottleneck(shape: Shape, nodes: int, topology: str) -> tuple[int, int]:
     grid = make_grid(nodes, 8)
-    where = [grid.coordinates(rank)[0] for rank in range(grid.ranks)]
     tiling = Tiling(zigzag(shape.tokens * grid.ranks, grid.ranks), Mask.causal())
-    choice = choose(BurstConfig(topology=topology), tiling, grid, shape, where)
+    choice = choose(BurstConfig(topology=topology), tiling, grid, shape, nodes_of(grid))
     return choice.forward[0].cost.bottleneck, choice.backward[0].cost.bottleneck
 
 

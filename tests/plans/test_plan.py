@@ -16,12 +16,11 @@ from megatron_burst.plans.schedules.plan import Channel, Kind, Plan, Transfer
 from megatron_burst.plans.schedules.rings import Ring
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
-from megatron_burst.plans.visibility.band import Band
 from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from megatron_burst.tools.plan.timing import most_arrived
 from tests.oracle import visible_pairs
-from tests.plans.simulator import Tile, bytes_held, simulate, tiles_of
+from tests.plans.simulator import Tile, bytes_held, plans_of, simulate, tiles_of
 from tests.tier import is_thorough, slow_if, some
 
 CHUNK = 4
@@ -45,17 +44,6 @@ class Variant:
     returns: bool | None
     gather: bool = False
 
-    def __str__(self) -> str:
-        rows = f"{self.grid.nodes}x{self.grid.ranks_per_node}"
-        ordered = sum(self.grid.rows, ()) == tuple(range(self.grid.ranks))
-        words = (
-            rows,
-            "" if ordered else "permuted",
-            self.sent,
-            {True: "chain", False: "home", None: "forward"}[self.returns],
-        )
-        return "-".join(filter(None, (*words, "gather" if self.gather else "")))
-
     @property
     def backward(self) -> bool:
         return self.returns is not None
@@ -65,9 +53,7 @@ class Variant:
         return Ring(Tiling(layout, mask), self.grid, self.sent, returns, self.gather)
 
     def plans(self, layout: Layout, mask: Mask) -> list[Plan]:
-        make = Ring.backward if self.backward else Ring.forward
-        ring = self.ring(layout, mask)
-        return [make(ring, rank) for rank in range(self.grid.ranks)]
+        return plans_of(self.ring(layout, mask), self.backward)
 
 
 def variants(*grids: Grid) -> list[Variant]:
@@ -260,10 +246,7 @@ def times_computed(tiles: list[Tile], layout: Layout) -> Tensor:
     for tile in tiles:
         queries = layout.positions(tile.query_owner)[tile.query_rows.as_slice]
         keys = layout.positions(tile.key_owner)[tile.key_rows.as_slice]
-        pairs = torch.ones(len(queries), len(keys), dtype=torch.int64)
-        if tile.band == Band.CAUSAL:
-            assert len(queries) == len(keys)
-            pairs = pairs.tril()
+        pairs = torch.from_numpy(tile.band.visible(len(queries), len(keys))).long()
         assert tile.pairs == pairs.sum()
         times[queries[:, None], keys[None, :]] += pairs
     return times
@@ -271,7 +254,7 @@ def times_computed(tiles: list[Tile], layout: Layout) -> Tensor:
 
 def split_plans(variant: Variant) -> Iterator[tuple[Layout, Mask, list[Plan], Tensor]]:
     """Every split with its plans and what sees what."""
-    for split, mask in some(SPLITS, 3):
+    for split, mask in some(SPLITS, 2):
         layout = split(2 * CHUNK * variant.grid.ranks, variant.grid.ranks)
         visible = visible_pairs(layout.ranks * layout.local_tokens, mask.is_causal)
         yield layout, mask, variant.plans(layout, mask), visible
@@ -353,11 +336,3 @@ def gradients_needed(
         between = nodes - min(p for p, work in enumerate(steps) if work and p)
         within += length > 1
     return Counter({Channel.GRADIENT_WITHIN: within, Channel.GRADIENT_BETWEEN: between})
-
-
-@pytest.mark.parametrize("ranks", range(2, 13))
-def test_under_a_contiguous_causal_split_no_block_goes_to_an_earlier_rank(ranks: int) -> None:
-    variant = Variant(make_grid(1, ranks), Kind.KV, None)
-    for plan in variant.plans(contiguous(2 * ranks, ranks), Mask.causal()):
-        wanted = range(plan.rank + 1) if plan.rank < ranks - 1 else ()
-        assert sorted(send.item.owner for send in plan.sends) == list(wanted)

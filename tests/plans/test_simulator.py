@@ -21,7 +21,7 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.schedules.topology import Grid
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plans.simulator import PlanError, blocks_of, simulate, tiles_of
+from tests.plans.simulator import PlanError, blocks_of, plans_of, simulate, tiles_of
 
 FLAT = Grid(((0, 1, 2, 3),))
 DOUBLE = Grid(((0, 1), (2, 3)))
@@ -33,7 +33,7 @@ both_passes = pytest.mark.parametrize("backward", [False, True], ids=["forward",
 
 def make_plans(backward: bool, grid: Grid = FLAT, gather: bool = False) -> list[Plan]:
     ring = Ring(Tiling(zigzag(16, 4), Mask.causal()), grid, chained=True, gather=gather)
-    return [(ring.backward if backward else ring.forward)(rank) for rank in range(4)]
+    return plans_of(ring, backward)
 
 
 def edit(plans: Sequence[Plan], rank: int, step: int, **changes: Any) -> list[Plan]:
@@ -42,6 +42,13 @@ def edit(plans: Sequence[Plan], rank: int, step: int, **changes: Any) -> list[Pl
         changes["blocks"] = tuple(b for tile in changes.pop("tiles") for b in blocks_of([tile]))
     steps[step] = replace(steps[step], **changes)
     return [replace(p, steps=tuple(steps)) if p.rank == rank else p for p in plans]
+
+
+def assert_fails(
+    plans: Sequence[Plan], message: str, *, backward: bool = False, pairs: int | None = None
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        simulate(plans, backward=backward, pairs=pairs)
 
 
 def without(ends: Sequence[Transfer], item: Item) -> tuple[Transfer, ...]:
@@ -62,31 +69,28 @@ def test_the_plans_are_right_before_anything_is_planted(
 def test_a_dropped_send() -> None:
     plans = make_plans(False)
     message = "nobody can go on: rank 3, step 2 waits to receive kv of rank 0 from rank 2$"
-    with pytest.raises(PlanError, match=message):
-        simulate(edit(plans, 2, 2, sends=()), backward=False)
+    assert_fails(edit(plans, 2, 2, sends=()), message)
 
 
 def test_a_dropped_send_whose_place_the_next_one_takes() -> None:
     plans = make_plans(True)
     sends = without(plans[2].steps[1].sends, Item(Kind.KV, 1))
-    with pytest.raises(PlanError, match="rank 3, step 1: expects kv of rank 1 from rank 2, gets k"):
-        simulate(edit(plans, 2, 1, sends=sends), backward=True)
+    message = "rank 3, step 1: expects kv of rank 1 from rank 2, gets k"
+    assert_fails(edit(plans, 2, 1, sends=sends), message, backward=True)
 
 
 def test_a_receive_that_nobody_sends() -> None:
     plans = make_plans(False)
     extra = (*plans[2].steps[3].receives, Receive(Item(Kind.KV, 3), 1, WITHIN, 3))
     message = "nobody can go on: rank 2, step 3 waits to receive kv of rank 3 from rank 1$"
-    with pytest.raises(PlanError, match=message):
-        simulate(edit(plans, 2, 3, receives=extra), backward=False)
+    assert_fails(edit(plans, 2, 3, receives=extra), message)
 
 
 def test_a_send_that_nobody_takes() -> None:
     plans = make_plans(False)
     extra = (*plans[0].steps[0].sends, Send(Item(Kind.QUERY, 0), 2, WITHIN, 0))
     message = "nobody can go on: rank 0, step 0 waits to send query of rank 0 to rank 2;"
-    with pytest.raises(PlanError, match=message):
-        simulate(edit(plans, 0, 0, sends=extra), backward=False)
+    assert_fails(edit(plans, 0, 0, sends=extra), message)
 
 
 @pytest.mark.parametrize("lands", [1, 5], ids=["before it leaves", "after the end"])
@@ -94,18 +98,7 @@ def test_a_message_that_is_never_waited_for(lands: int) -> None:
     plans = make_plans(False)
     (send,) = plans[0].steps[2].sends
     plans = edit(plans, 0, 2, sends=(send._replace(lands=lands),))
-    with pytest.raises(PlanError, match=f"rank 0, step 2: is to send kv of rank 2 .* step {lands}"):
-        simulate(plans, backward=False)
-
-
-def test_two_messages_in_another_order() -> None:
-    items = Item(Kind.KV, 0), Item(Kind.QUERY, 0)
-    sends = tuple(Send(item, 1, WITHIN, 0) for item in items)
-    receives = tuple(Receive(item, 0, WITHIN, 0) for item in reversed(items))
-    plans = [Plan(0, (Step(sends=sends),)), Plan(1, (Step(receives=receives),))]
-    message = "rank 1, step 0: expects query of rank 0 from rank 0, gets kv of rank 0"
-    with pytest.raises(PlanError, match=message):
-        simulate(plans, backward=False)
+    assert_fails(plans, f"rank 0, step 2: is to send kv of rank 2 .* step {lands}")
 
 
 def test_two_gradients_in_another_order() -> None:
@@ -114,8 +107,7 @@ def test_two_gradients_in_another_order() -> None:
     plans = edit(plans, 1, 2, receives=(plans[1].steps[2].receives[0], second._replace(lands=2)))
     plans = edit(plans, 1, 3, receives=(first._replace(lands=3),))
     message = "rank 1, step 2: expects d_kv of rank 2 from rank 0, gets d_kv of rank 3"
-    with pytest.raises(PlanError, match=message):
-        simulate(plans, backward=True)
+    assert_fails(plans, message, backward=True)
 
 
 @both_passes
@@ -123,8 +115,8 @@ def test_a_tile_that_is_computed_twice(backward: bool) -> None:
     plans = make_plans(backward)
     (tile,) = tiles_of(plans[2].steps[0])
     message = r"rank 2, step 2: computes Tile\(.*\), as does rank 2, step 0"
-    with pytest.raises(PlanError, match=message):
-        simulate(edit(plans, 2, 2, tiles=(*tiles_of(plans[2].steps[2]), tile)), backward=backward)
+    tiles = (*tiles_of(plans[2].steps[2]), tile)
+    assert_fails(edit(plans, 2, 2, tiles=tiles), message, backward=backward)
 
 
 @both_passes
@@ -132,8 +124,7 @@ def test_a_tile_that_is_missing(backward: bool) -> None:
     plans = make_plans(backward)
     missing = sum(tile.pairs for tile in tiles_of(plans[2].steps[0]))
     message = f"the tiles have {PAIRS - missing} pairs of tokens, the mask {PAIRS}"
-    with pytest.raises(PlanError, match=message):
-        simulate(edit(plans, 2, 0, tiles=()), backward=backward, pairs=PAIRS)
+    assert_fails(edit(plans, 2, 0, tiles=()), message, backward=backward, pairs=PAIRS)
 
 
 @both_passes
@@ -142,29 +133,29 @@ def test_a_tile_before_its_block_arrives(backward: bool) -> None:
     early, late = plans[2].steps[:2]
     plans = edit(plans, 2, 0, tiles=(*tiles_of(early), *tiles_of(late)))
     plans = edit(plans, 2, 1, tiles=())
-    with pytest.raises(PlanError, match="rank 2, step 0: computes with kv of rank 1, which it doe"):
-        simulate(plans, backward=backward)
+    message = "rank 2, step 0: computes with kv of rank 1, which it doe"
+    assert_fails(plans, message, backward=backward)
 
 
 def test_a_tile_after_its_gradient_has_left() -> None:
     plans = make_plans(True)
     late = (*tiles_of(plans[0].steps[3]), *tiles_of(plans[0].steps[2]))
     plans = edit(edit(plans, 0, 2, tiles=()), 0, 3, tiles=late)
-    with pytest.raises(PlanError, match="rank 0, step 5: still has d_kv of rank 2 at the end"):
-        simulate(plans, backward=True, pairs=PAIRS)
+    message = "rank 0, step 5: still has d_kv of rank 2 at the end"
+    assert_fails(plans, message, backward=True, pairs=PAIRS)
 
 
 def test_a_block_that_is_sent_but_not_there() -> None:
     sends = (Send(Item(Kind.KV, 3), 1, WITHIN, 0),)
-    with pytest.raises(PlanError, match="rank 0, step 0: sends kv of rank 3, which it does not"):
-        simulate(edit(make_plans(False), 0, 0, sends=sends), backward=False)
+    message = "rank 0, step 0: sends kv of rank 3, which it does not"
+    assert_fails(edit(make_plans(False), 0, 0, sends=sends), message)
 
 
 def test_a_gradient_that_is_sent_before_it_is_there() -> None:
     plans = make_plans(True)
     sends = (*plans[0].steps[1].sends, Send(Item(Kind.D_KV, 3), 1, Channel.GRADIENT_WITHIN, 1))
-    with pytest.raises(PlanError, match="rank 0, step 1: sends d_kv of rank 3, which it does not"):
-        simulate(edit(plans, 0, 1, sends=sends), backward=True)
+    message = "rank 0, step 1: sends d_kv of rank 3, which it does not"
+    assert_fails(edit(plans, 0, 1, sends=sends), message, backward=True)
 
 
 def test_a_sum_that_is_sent_as_what_one_tile_made() -> None:
@@ -173,8 +164,7 @@ def test_a_sum_that_is_sent_as_what_one_tile_made() -> None:
     sends = without(plans[0].steps[3].sends, send.item)
     partial = send._replace(item=send.item._replace(kind=Kind.PARTIAL_D_KV))
     message = "rank 0, step 3: sends as partial d_kv of rank 2 a sum of several tiles"
-    with pytest.raises(PlanError, match=message):
-        simulate(edit(plans, 0, 3, sends=(*sends, partial)), backward=True)
+    assert_fails(edit(plans, 0, 3, sends=(*sends, partial)), message, backward=True)
 
 
 @pytest.mark.parametrize("grid", [FLAT, DOUBLE], ids=str)
@@ -186,8 +176,7 @@ def test_a_gradient_that_is_not_sent_home(grid: Grid) -> None:
     sends = without(plans[arrival.peer].steps[last].sends, Item(Kind.D_KV, 0))
     plans = edit(plans, arrival.peer, last, sends=sends)
     message = f"rank {arrival.peer}, step {last + 1}: still has d_kv of rank 0 at the end"
-    with pytest.raises(PlanError, match=message):
-        simulate(plans, backward=True, pairs=PAIRS)
+    assert_fails(plans, message, backward=True, pairs=PAIRS)
 
 
 def test_two_ranks_that_wait_for_each_other() -> None:
@@ -200,8 +189,7 @@ def test_two_ranks_that_wait_for_each_other() -> None:
         "nobody can go on: rank 0, step 0 waits to receive kv of rank 1 from rank 1; "
         "rank 1, step 0 waits to receive kv of rank 0 from rank 0"
     )
-    with pytest.raises(PlanError, match=message):
-        simulate([takes_before_it_gives(0), takes_before_it_gives(1)], backward=False)
+    assert_fails([takes_before_it_gives(0), takes_before_it_gives(1)], message)
 
 
 # NCCL may carry out a rank's batches one by one: what two ranks post in opposite order hangs,
@@ -221,8 +209,7 @@ def test_batches_that_two_ranks_post_in_opposite_order(channel: Channel) -> None
         "nobody can go on: "
         "rank 0, step 1 waits to send kv of rank 0 to rank 1, receive kv of rank 1 from rank 1;"
     )
-    with pytest.raises(PlanError, match=message):
-        simulate([gives_before_it_takes(0), gives_before_it_takes(1)], backward=False)
+    assert_fails([gives_before_it_takes(0), gives_before_it_takes(1)], message)
 
 
 @pytest.mark.parametrize("gives_first", [False, True])
@@ -233,8 +220,7 @@ def test_of_one_step_the_batch_that_lands_first_goes_first(gives_first: bool) ->
     take = Step(receives=(Receive(mine, 0, WITHIN, 1),))
     plans = [Plan(0, (step, Step())), Plan(1, (give, take) if gives_first else (take, give))]
     if gives_first:
-        with pytest.raises(PlanError, match="rank 0, step 0 waits to send kv of rank 0 to rank 1"):
-            simulate(plans, backward=False)
+        assert_fails(plans, "rank 0, step 0 waits to send kv of rank 0 to rank 1")
     else:
         simulate(plans, backward=False)
 
@@ -249,5 +235,4 @@ def test_batches_of_one_step_that_land_apart_do_not_go_together() -> None:
         )
         return Plan(rank, (step, Step()))
 
-    with pytest.raises(PlanError, match="nobody can go on: rank 0, step 0 waits to"):
-        simulate([both_at_once(0), both_at_once(1)], backward=False)
+    assert_fails([both_at_once(0), both_at_once(1)], "nobody can go on: rank 0, step 0 waits to")
