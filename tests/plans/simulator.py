@@ -60,7 +60,6 @@ def tiles_of(some: Plan | Step | Tiles) -> list[Tile]:
 
 
 def plans_of(schedule: Schedule, backward: bool) -> list[Plan]:
-    """Return the plans of all ranks."""
     make = schedule.backward if backward else schedule.forward
     return [make(rank) for rank in range(schedule.tiling.ranks)]
 
@@ -338,14 +337,13 @@ def _check_results(ranks: Sequence[_Rank], backward: bool) -> None:
     """Each tile adds to an output or two gradients; all must be at their owners, once."""
     expected: dict[Item, _Sum] = defaultdict(Counter)
     for rank in ranks:
+        for item in rank.sums:
+            if item.owner != rank.plan.rank:
+                raise rank.error(f"still has {item} at the end")
         for tiles in (tiles for step in rank.plan.steps for tiles in step.blocks):
             for item in results_of(tiles, backward):
                 expected[item._replace(part=())].update(tiles_of(tiles))
     found = {item: total for rank in ranks for item, total in rank.sums.items()}
-    for rank in ranks:
-        for item in rank.sums:
-            if item.owner != rank.plan.rank:
-                raise rank.error(f"still has {item} at the end")
     for item, total in expected.items():
         there = found.get(item, Counter())
         for tile in (total - there) + (there - total):
