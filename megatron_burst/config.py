@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -41,15 +41,11 @@ class Refused(list[str]):
             self.append(str(error))
             return None
 
-    def end(self) -> None:
-        """Raise one ValueError with all texts, if there are any."""
-        if self:
-            raise ValueError("\n".join(self))
 
-
-def refuse(*cases: tuple[bool, str]) -> None:
-    """Raise a ValueError with the texts of all cases that hold, if one does."""
-    Refused(text for holds, text in cases if holds).end()
+def refuse(reasons: Iterable[str]) -> None:
+    """Raise one ValueError with all reasons, if there are any."""
+    if lines := [*reasons]:
+        raise ValueError("\n".join(lines))
 
 
 def size_or_auto(text: str) -> int | None:
@@ -164,13 +160,12 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         settle_enums(self)
-        refused = Refused()
-        refused.by(refuse, *self._values(), *self._preset())
+        refused = Refused([*self._values(), *self._preset()])
         if self.recompute_fraction is not None:
             refused.by(check_fraction, self.recompute_fraction)
-        refused.end()
+        refuse(refused)
 
-    def _values(self) -> Iterator[tuple[bool, str]]:
+    def _values(self) -> Iterator[str]:
         of_heads = {
             "--burst-head-parallel-size": self.head_parallel_size,
             "--burst-head-chunks": self.head_chunks,
@@ -181,13 +176,13 @@ class BurstConfig:
         }
         yield from positive({"timeout_seconds": self.timeout_seconds, **others, **of_heads})
         for name, value in of_heads.items():
-            text = f"--burst-mla {Mla.LATENT}: latents have no heads for {name} {value}: drop one"
-            yield self.mla is Mla.LATENT and (value or 1) > 1, text
-        yield (
-            self.layout is LayoutName.BALANCED and self.block_mask is not None,
-            f"--burst-layout {self.layout} looks at documents alone: drop --burst-block-mask, or "
-            f"take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}",
-        )
+            if self.mla is Mla.LATENT and (value or 1) > 1:
+                yield f"--burst-mla {self.mla}: latents have no heads for {name} {value}: drop one"
+        if self.layout is LayoutName.BALANCED and self.block_mask is not None:
+            yield (
+                f"--burst-layout {self.layout} looks at documents alone: drop --burst-block-mask, "
+                f"or take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
+            )
 
     @property
     def is_zigzag(self) -> bool:
@@ -216,7 +211,7 @@ class BurstConfig:
         taken = self.topology in (Topology.AUTO, Topology.MESH)
         return taken and self.algorithm is Algorithm.BURST
 
-    def _preset(self) -> Iterator[tuple[bool, str]]:
+    def _preset(self) -> Iterator[str]:
         """A baseline fixes what burst chooses: what would have no effect, and the reason."""
         if self.algorithm is Algorithm.BURST:
             return
@@ -232,9 +227,12 @@ class BurstConfig:
         if self.algorithm is not Algorithm.RING:
             fixed["head_parallel_size"] = (None, 1)
         for spec in dataclasses.fields(self):
-            value, algorithm = getattr(self, spec.name), f"--context-parallel-algo {self.algorithm}"
-            text = f"{flag_name(self, spec)} {value} has no effect under {algorithm}: drop it or "
-            yield value not in fixed.get(spec.name, (value,)), f"{text}take {Algorithm.BURST}"
+            value = getattr(self, spec.name)
+            if value not in fixed.get(spec.name, (value,)):
+                yield (
+                    f"{flag_name(self, spec)} {value} has no effect under --context-parallel-algo "
+                    f"{self.algorithm}: drop it or take {Algorithm.BURST}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,22 +261,27 @@ class LmHeadConfig:
 
     def __post_init__(self) -> None:
         settle_enums(self)
+        refuse(self._sizes())
+
+    def _sizes(self) -> Iterator[str]:
         sizes = {"--lm-head-chunk-size": self.chunk_size, "--lm-head-memory-mb": self.memory_mb}
         given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
-        text, megatron = " and ".join(given), self.loss is LmHeadLoss.MEGATRON
-        without = f"{text} has no effect under --lm-head-loss {LmHeadLoss.MEGATRON}; "
-        refuse(
-            (megatron and bool(given), f"{without}add --lm-head-loss {LmHeadLoss.CHUNKED}"),
-            (len(given) > 1, f"{text} both say how large a chunk is: drop one of them"),
-            *positive(sizes),
-        )
+        text = " and ".join(given)
+        if given and self.loss is LmHeadLoss.MEGATRON:
+            yield (
+                f"{text} has no effect under --lm-head-loss {self.loss}; add --lm-head-loss "
+                f"{LmHeadLoss.CHUNKED}"
+            )
+        if len(given) > 1:
+            yield f"{text} both say how large a chunk is: drop one of them"
+        yield from positive(sizes)
 
 
-def positive(sizes: Mapping[str, float | None]) -> Iterator[tuple[bool, str]]:
-    """Yield for each size whether it is given and not positive, with the text of an error."""
+def positive(sizes: Mapping[str, float | None]) -> Iterator[str]:
+    """Yield what is wrong with each size that is given and not positive."""
     for name, value in sizes.items():
-        bad = value is not None and not 0 < value < math.inf
-        yield bad, f"{name} must be positive and finite, got {value}"
+        if value is not None and not 0 < value < math.inf:
+            yield f"{name} must be positive and finite, got {value}"
 
 
 def settle_enums(config: Any) -> None:
@@ -292,9 +295,8 @@ def settle_enums(config: Any) -> None:
             if value in known:
                 object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
             else:
-                text = f"{name} {value} is unknown; this version has: {', '.join(known)}"
-                refused.append(text)
-    refused.end()
+                refused.append(f"{name} {value} is unknown; this version has: {', '.join(known)}")
+    refuse(refused)
 
 
 def flag_name(config: Any, spec: dataclasses.Field[Any]) -> str:

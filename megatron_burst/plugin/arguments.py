@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_burst.config import Algorithm, BurstConfig, Refused, Topology, positive, refuse
@@ -127,16 +127,16 @@ def configure(args: argparse.Namespace) -> Settings:
     """
     names = ("tensor-model", "pipeline-model", "context")
     sizes = zip(names, parallel_sizes(args), strict=True)
-    refuse(*positive({f"--{name}-parallel-size": size for name, size in sizes}))  # else we divide
+    refuse(positive({f"--{name}-parallel-size": size for name, size in sizes}))  # else we divide
     set_default_dropouts(args)
     refused = Refused()
     settings = read_settings(args, refused)
     if args.context_parallel_algo == MEGATRON:
-        refused.by(_check_megatron_algorithm, args)
+        refused += _megatron_refusals(args)
         args.cp_comm_type = args.cp_comm_type or ["p2p"]
     else:
         _configure_attention(args, settings.attention, refused)
-    refused.end()
+    refuse(refused)
     return settings
 
 
@@ -146,7 +146,7 @@ def _configure_attention(
     """Set what our attention implies, and check what goes with it; None: it was refused itself."""
     algorithm = args.context_parallel_algo
     names = args.cp_comm_type or [str(algorithm)]
-    args.cp_comm_type = names if len(set(names)) > 1 else names[:1]
+    names = args.cp_comm_type = names if len(set(names)) > 1 else names[:1]
     args.create_attention_mask_in_dataloader = False  # at a million tokens, 10^12 booleans
     what = f"--context-parallel-algo {algorithm} cannot run this"
     refused.by(refuse_all, what, refusals(args))
@@ -154,45 +154,33 @@ def _configure_attention(
         return
     refused.by(check_kernel_name, config.kernel)
     refused.by(check_layers, args, config, own_spec=args.spec is not None)
-    for check in (
-        _check_length,
-        _check_hierarchy,
-        _check_head_parallelism,
-        _check_recompute,
-    ):
-        refused.by(check, args, config)
-    refused.by(_check_run, args)
+    refused.by(_check_length, args, config)
+    refused += _hierarchy_refusals(args, config)
+    refused.by(_check_head_parallelism, args, config)
+    refused += _recompute_refusals(args, config)
+    refused += _run_refusals(args)
     if hasattr(args, "fallback_to_eager_attn") and args.transformer_impl == "local":  # dev
-        refused.by(_check_local_layers, args)
+        if len(names) > 1:
+            refused.append(
+                f"--cp-comm-type {' '.join(names)}: local layers of this Megatron know all_gather "
+                "alone: give no --cp-comm-type, or take TransformerEngine's layers"
+            )
         args.cp_comm_type = [None]  # the layers get no name, and run --context-parallel-algo
 
 
-def _check_local_layers(args: argparse.Namespace) -> None:
-    refuse(
-        (
-            len(args.cp_comm_type) > 1,
-            f"--cp-comm-type {' '.join(args.cp_comm_type)}: local layers of this Megatron know "
-            "all_gather alone: give no --cp-comm-type, or take TransformerEngine's layers",
-        )
-    )
-
-
-def _check_run(args: argparse.Namespace) -> None:
+def _run_refusals(args: argparse.Namespace) -> Iterator[str]:
     """A dynamic loss scale, and a profiler, that would not go well with the run."""
-    refuse(
-        (
-            args.burst_check == Check.NAN and args.fp16 and args.loss_scale is None,
+    if args.burst_check == Check.NAN and args.fp16 and args.loss_scale is None:
+        yield (
             f"--burst-check {Check.NAN}: the dynamic loss scale of --fp16 makes Inf on purpose: "
-            "add --loss-scale N, or take --bf16",
-        ),
-        (
-            args.profile
-            and args.use_pytorch_profiler
-            and args.profile_step_end > (args.train_iters or math.inf),
+            "add --loss-scale N, or take --bf16"
+        )
+    profiles = args.profile and args.use_pytorch_profiler
+    if profiles and args.profile_step_end > (args.train_iters or math.inf):
+        yield (
             f"--profile-step-end {args.profile_step_end} is beyond --train-iters "
-            f"{args.train_iters}: a profiler that is not stopped writes nothing, crashes at exit",
-        ),
-    )
+            f"{args.train_iters}: a profiler that is not stopped writes nothing, crashes at exit"
+        )
 
 
 def check_ranks(args: argparse.Namespace) -> None:
@@ -200,9 +188,9 @@ def check_ranks(args: argparse.Namespace) -> None:
 
     Unless sizes come from a checkpoint, which is read later.
     """
-    if not args.use_mp_args_from_checkpoint_args:
-        reason = ranks_refusal(args.world_size, *parallel_sizes(args))
-        refuse((bool(reason), reason))
+    reason = ranks_refusal(args.world_size, *parallel_sizes(args))
+    if reason and not args.use_mp_args_from_checkpoint_args:
+        raise ValueError(reason)
 
 
 def parallel_sizes(args: argparse.Namespace) -> tuple[int, int, int]:
@@ -223,54 +211,46 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
         Mask.causal(block_table=table).check_length(args.seq_length)
 
 
-def _check_recompute(args: argparse.Namespace, config: BurstConfig) -> None:
+def _recompute_refusals(args: argparse.Namespace, config: BurstConfig) -> Iterator[str]:
     """Attention's outputs are saved, and inputs offloaded, only where Megatron recomputes."""
-    saves_none = config.recompute_fraction in (None, 1)
-    refuse(
-        (
-            saves_none and args.recompute_offload and args.recompute_granularity != "full",
+    is_full, fraction = args.recompute_granularity == "full", config.recompute_fraction
+    if args.recompute_offload and not is_full and fraction in (None, 1):
+        yield (
             "--recompute-offload has no effect where Megatron recomputes no whole layers: add "
-            f"{_FULL}, or drop it",
+            f"{_FULL}, or drop it"
         )
-    )
-    if config.recompute_fraction is None:
+    if fraction is None:
         return
-    given = f"--recompute-attention-fraction {config.recompute_fraction}"
+    given = f"--recompute-attention-fraction {fraction}"
     selective = args.recompute_granularity == "selective" or args.recompute_activations
     attention = selective and "core_attn" in (args.recompute_modules or ["core_attn"])
-    refuse(
-        (
-            args.recompute_granularity != "full" and not attention,
+    if not (is_full or attention):
+        yield (
             f"{given} has no effect where Megatron does not recompute attention: add {_FULL}, or "
-            "drop it",
-        ),
-        (
-            args.distribute_saved_activations,
+            "drop it"
+        )
+    if args.distribute_saved_activations:
+        yield (
             f"{given} finds what it saved by the inputs that Megatron saves, which "
-            "--distribute-saved-activations replaces: drop one of them",
-        ),
-    )
+            "--distribute-saved-activations replaces: drop one of them"
+        )
 
 
-def _check_hierarchy(args: argparse.Namespace, config: BurstConfig) -> None:
+def _hierarchy_refusals(args: argparse.Namespace, config: BurstConfig) -> Iterator[str]:
     """Megatron makes a group for each size; ours are those within the node and between nodes."""
     sizes = args.hierarchical_context_parallel_sizes
     if not sizes:
         return
     given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
-    is_flat = config.shape_of_rings is Topology.FLAT
-    refuse(
-        (
-            len(sizes) != 2,
-            f"{given}: a double ring takes two sizes, the ranks of a node and the nodes",
-        ),
-        (
-            config.ranks_per_node is not None,
+    if len(sizes) != 2:
+        yield f"{given}: a double ring takes two sizes, the ranks of a node and the nodes"
+    if config.ranks_per_node is not None:
+        yield (
             f"--burst-ranks-per-node {config.ranks_per_node} and {given} say the same: drop one of "
-            "them",
-        ),
-        (is_flat, f"{given} needs a double ring: take --burst-topology double or drop it"),
-    )
+            "them"
+        )
+    if config.shape_of_rings is Topology.FLAT:
+        yield f"{given} needs a double ring: take --burst-topology double or drop it"
 
 
 def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> None:
@@ -278,11 +258,14 @@ def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> No
     ranks, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     size = ranks if config.algorithm is Algorithm.ULYSSES else config.head_parallel_size or 1
     flag = f"--burst-head-parallel-size {size}"
-    refuse((ranks % size != 0, f"{flag} does not divide --context-parallel-size {ranks}"))
-    if sizes := args.hierarchical_context_parallel_sizes:
-        given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} gives"
-        text = f"{flag} must divide the {sizes[0]} ranks of a node that {given}"
-        refuse((sizes[0] % size != 0, text))
+    if ranks % size:
+        raise ValueError(f"{flag} does not divide --context-parallel-size {ranks}")
+    sizes = args.hierarchical_context_parallel_sizes
+    if sizes and sizes[0] % size:
+        raise ValueError(
+            f"{flag} must divide the {sizes[0]} ranks of a node that "
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} gives"
+        )
     if args.num_attention_heads is not None:
         heads = args.num_attention_heads
         kv_heads = args.num_query_groups if args.group_query_attention else heads
@@ -291,18 +274,18 @@ def _check_head_parallelism(args: argparse.Namespace, config: BurstConfig) -> No
         check_head_chunks(config.head_chunks or 1, max(kv_heads // tensor, 1) * copies // size)
 
 
-def _check_megatron_algorithm(args: argparse.Namespace) -> None:
-    ours, ranks = names_ours(args.cp_comm_type), args.context_parallel_size
-    refuse(
-        (
-            ours and args.spec is None,
-            f"--cp-comm-type {' '.join(args.cp_comm_type or ())} needs --context-parallel-algo "
-            f"{Algorithm.BURST}",
-        ),
-        (
-            ranks > 1 and not ours and importlib.util.find_spec("transformer_engine") is None,
+def _megatron_refusals(args: argparse.Namespace) -> Iterator[str]:
+    """What attention of Megatron's own lacks."""
+    ranks = args.context_parallel_size
+    if names_ours(args.cp_comm_type):
+        if args.spec is None:
+            yield (
+                f"--cp-comm-type {' '.join(args.cp_comm_type)} needs --context-parallel-algo "
+                f"{Algorithm.BURST}"
+            )
+    elif ranks > 1 and importlib.util.find_spec("transformer_engine") is None:
+        yield (
             f"--context-parallel-algo {MEGATRON} with --context-parallel-size {ranks} needs "
             "TransformerEngine, which is not installed: install transformer-engine[pytorch]==2.17.1"
-            f" (it needs an NVIDIA GPU), or take --context-parallel-algo {Algorithm.BURST}",
-        ),
-    )
+            f" (it needs an NVIDIA GPU), or take --context-parallel-algo {Algorithm.BURST}"
+        )

@@ -16,7 +16,7 @@ from megatron.core import utils as core_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import get_args
 
-from megatron_burst.config import BurstConfig, LayoutName, Refused
+from megatron_burst.config import BurstConfig, LayoutName, Refused, refuse
 from megatron_burst.plugin import compat
 from megatron_burst.plugin.arguments import (
     add_burst_arguments,
@@ -103,7 +103,7 @@ def attach(
             refused.by(check_ranks, args)
             if refused.by(checks_files, args, own_entry=own_entry):
                 refused.by(look, args)
-            refused.end()
+            refuse(refused)
             assert settings is not None
             flags, text = settings.flags, "the model was built, and nothing of ours is in it"
             batches.unattached = f"{flags}: {text}: {REMEDY}" if flags else None

@@ -62,7 +62,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """
     refused = Refused()
     settings = read_settings(args, refused)
-    refused.end()
+    refuse(refused)
     return settings
 
 
@@ -98,8 +98,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     """
     values = _values(args, BurstConfig)
     if values["algorithm"] != MEGATRON:
-        minutes = {"--distributed-timeout-minutes": args.distributed_timeout_minutes}
-        refuse(*positive(minutes))
+        refuse(positive({"--distributed-timeout-minutes": args.distributed_timeout_minutes}))
         config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
         return _with_heads_at_home(args, _with_sendable_latents(args, config))
     given = {**values, **_values(args, LayerConfig)}
@@ -108,8 +107,11 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
         for flag in attention_flags()
         if flag.field != "algorithm" and str(given[flag.field]) != str(flag.default)
     ]
-    text = f"has no effect under --context-parallel-algo {MEGATRON}"
-    refuse((bool(idle), f"{', '.join(idle)} {text}; add --context-parallel-algo burst"))
+    if idle:
+        raise ValueError(
+            f"{', '.join(idle)} has no effect under --context-parallel-algo {MEGATRON}; add "
+            f"--context-parallel-algo {Algorithm.BURST}"
+        )
     return None
 
 

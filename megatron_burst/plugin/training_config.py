@@ -52,7 +52,7 @@ class MlpConfig:
     --context-parallel-algo. 1 (the default): Megatron's own."""
 
     def __post_init__(self) -> None:
-        refuse(*positive({"--mlp-chunks": self.chunks}))
+        refuse(positive({"--mlp-chunks": self.chunks}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_burst.config import refuse
 from megatron_burst.plugin.attention.core_attention import BurstCoreAttention
 from megatron_burst.plugin.models import mtp_layers, need_language_models
 from megatron_burst.transport.host import pinned_bytes
@@ -70,7 +69,8 @@ class HostRoom:
         )
         if hosted:
             text += f" or --optimizer-cpu-offload ({hosted:.1f} GiB of a rank are its)"
-        refuse((ranks * needed > there, text))
+        if ranks * needed > there:
+            raise ValueError(text)
         return models
 
     def _offloaded(self) -> float:
