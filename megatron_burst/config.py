@@ -33,7 +33,7 @@ ZIGZAGS = LayoutName.AUTO, LayoutName.ZIGZAG  # in which attention has Megatron'
 class Refused(list[str]):
     """What several checks refuse, to be said at once."""
 
-    def by[**P, T](self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+    def by[**P, T](self, check: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> T | None:
         """Return what a check returns; None where it raises a ValueError, whose text is kept."""
         try:
             return check(*args, **options)

@@ -47,7 +47,7 @@ from megatron_burst.plugin.own_models import (
 from megatron_burst.plugin.refusals import documents_flag, refusals, refuse_all
 from megatron_burst.plugin.rejections import with_reason
 from megatron_burst.plugin.scans.choice import states_are_passed
-from megatron_burst.plugin.settings import Settings, checks_files, settings_of
+from megatron_burst.plugin.settings import Settings, checks_files, settings_of, tokens_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +195,8 @@ def _make_shared_state(args: argparse.Namespace, settings: Settings) -> SharedSt
     logger.info("%s, %s", config, settings.layers)
     if args.context_parallel_size > 1:
         _say_layout(config, has_documents=args.dataloader_inter_document_masking)
-    moves = states_are_passed(args, config, documents=settings.has_documents)
-    sizes = settings.tokens, settings.batch
+    moves = states_are_passed(args, config, documents=documents_flag(args) is not None)
+    sizes = tokens_of_rank(args), args.micro_batch_size or 1
     return SharedState(config, *sizes, layer_config=settings.layers, moves=moves)
 
 
@@ -228,9 +228,10 @@ def _hooks(
         if shared.checkpoints is not None:
             yield RecomputeHooks(shared.checkpoints)
         if shared.layer_config.recompute_offload:
-            assert settings.tokens is not None
+            tokens = tokens_of_rank(args)
+            assert tokens is not None
             of_node = optimizer_share(args), scheduled_batches(args)
-            yield HostRoom(settings.tokens, shared.config.recompute_fraction, *of_node)
+            yield HostRoom(tokens, shared.config.recompute_fraction, *of_node)
             if args.recompute_granularity == "full":
                 yield OffloadInputs(shared.checkpoints)
         yield name_mtp_layers

@@ -36,9 +36,6 @@ class Settings(NamedTuple):
     layers: LayerConfig | None  # with our attention
     head: LmHeadConfig | None
     mlp: MlpConfig | None
-    has_documents: bool  # packed sequences, --sft among them
-    tokens: int | None  # of a micro-batch on a context-parallel rank; None: not known
-    batch: int  # sequences of a micro-batch
 
     @property
     def flags(self) -> str:
@@ -68,14 +65,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def read_settings(args: argparse.Namespace, refused: Refused) -> Settings:
     """Read parsed arguments; a part that is refused is None, with the reasons in `refused`."""
+    ours = args.context_parallel_algo != MEGATRON
     settings = Settings(
         refused.by(burst_config_from_args, args),
-        refused.by(layer_config_from_args, args),
+        refused.by(LayerConfig, **_values(args, LayerConfig)) if ours else None,
         refused.by(lm_head_config_from_args, args),
         refused.by(mlp_config_from_args, args),
-        documents_flag(args) is not None,
-        tokens_of_rank(args),
-        args.micro_batch_size or 1,
     )
     if settings.flags:
         what = f"{settings.flags} cannot run this"
@@ -91,11 +86,7 @@ def tokens_of_rank(args: argparse.Namespace) -> int | None:
 
 
 def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
-    """Return the configuration that the flags describe; None for Megatron's own attention.
-
-    Raises:
-        ValueError: a value is unknown or not built yet, or a flag would have no effect.
-    """
+    """Return the configuration that the flags describe; None for Megatron's own attention."""
     values = _values(args, BurstConfig)
     if values["algorithm"] != MEGATRON:
         refuse(positive({"--distributed-timeout-minutes": args.distributed_timeout_minutes}))
@@ -115,23 +106,13 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     return None
 
 
-def layer_config_from_args(args: argparse.Namespace) -> LayerConfig | None:
-    """Return what layers with our attention do around it; None for Megatron's own attention.
-
-    Raises:
-        ValueError: a value is unknown.
-    """
-    if args.context_parallel_algo == MEGATRON:
-        return None
-    return LayerConfig(**_values(args, LayerConfig))
-
-
 def _with_sendable_latents(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     """Return the settings with K and V sent where it is known that latents cannot be."""
     reasons, has_latents = broken_limits(LATENT_LIMITS, args), args.multi_latent_attention
     if config.mla is Mla.LATENT:
-        missing = [] if has_latents else ["the model has none: add --multi-latent-attention"]
-        refuse_all(f"--burst-mla {config.mla} cannot run this", [*reasons, *missing])
+        if not has_latents:
+            reasons.append("the model has none: add --multi-latent-attention")
+        refuse_all(f"--burst-mla {config.mla} cannot run this", reasons)
     elif reasons and has_latents and config.mla is Mla.AUTO:
         logger.info("--burst-mla %s: %s", Mla.HEADS, "; ".join(reasons))
         return dataclasses.replace(config, mla=Mla.HEADS)
@@ -152,12 +133,7 @@ def _with_heads_at_home(args: argparse.Namespace, config: BurstConfig) -> BurstC
 
 
 def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
-    """Return the settings of the chunked loss; None for Megatron's own.
-
-    Raises:
-        ValueError: a value is unknown, a flag would have no effect, or an argument of Megatron
-            cannot be honoured.
-    """
+    """Return the settings of the chunked loss; None for Megatron's own."""
     config = LmHeadConfig(**_values(args, LmHeadConfig))
     if config.loss is LmHeadLoss.MEGATRON:
         return None
@@ -166,19 +142,16 @@ def lm_head_config_from_args(args: argparse.Namespace) -> LmHeadConfig | None:
 
 
 def mlp_config_from_args(args: argparse.Namespace) -> MlpConfig | None:
-    """Return the settings of MLPs in chunks; None for Megatron's own.
-
-    Raises:
-        ValueError: the number is not positive, or an argument of Megatron cannot be honoured.
-    """
+    """Return the settings of MLPs in chunks; None for Megatron's own."""
     config = MlpConfig(**_values(args, MlpConfig))
     if config.chunks == 1:
         return None
     modules = {"mlp", "shared_experts", "moe"} & set(args.recompute_modules or ())
     selective = args.recompute_granularity == "selective" or vars(args).get("recompute_activations")
-    again = bool(selective and modules)
-    text = f"--recompute-modules {' '.join(sorted(modules))}: chunks recompute it: drop it there"
-    reasons = [*broken_limits(MLP_LIMITS, args, MLP_WORKING), *[text] * again]
+    reasons = broken_limits(MLP_LIMITS, args, MLP_WORKING)
+    if selective and modules:
+        named = " ".join(sorted(modules))
+        reasons.append(f"--recompute-modules {named}: chunks recompute it: drop it there")
     refuse_all("--mlp-chunks cannot run this", reasons)
     return config
 
