@@ -101,14 +101,15 @@ def stack_spec(spec: Any, shared: SharedState | None) -> Any:
     """
     if spec is None or spec is hybrid_stack_spec:
         spec = hybrid_stack_spec if transformer_block.HAVE_TE else local_stack_spec()
-    spec = with_sequence_parallel_norm(spec)
-    return spec if shared is None else burst_layer_spec(spec, shared)
+    return _with_ours(spec, shared)
 
 
 def mtp_spec(spec: Any, shared: SharedState | None) -> Any:
     """Return the block spec of a GPT's MTP layers, or None, as `stack_spec` does a stack's."""
-    if spec is None:
-        return None
+    return None if spec is None else _with_ours(spec, shared)
+
+
+def _with_ours(spec: Any, shared: SharedState | None) -> Any:
     spec = with_sequence_parallel_norm(spec)
     return spec if shared is None else burst_layer_spec(spec, shared)
 
@@ -126,22 +127,16 @@ class LayerSpecProvider:
 
     def __call__(self, model_config: Any, vp_stage: int | None = None) -> Any:
         """Return the layer spec or block spec of a stage, by Megatron's GPTModelConfig."""
-        spec = self._original(model_config, vp_stage)
         # A provider of Megatron-Bridge is the TransformerConfig itself.
         transformer = getattr(model_config, "transformer", model_config)
-        if self.shared is not None:
-            # Here, not in the first layer: all ranks come by, even those of a stage without layers.
-            if parallel_state.model_parallel_is_initialized():
-                self.shared.contexts.of(transformer)
-            spec = burst_layer_spec(spec, self.shared)
-        if not transformer_block.HAVE_TE:
-            return block_spec(spec, transformer, vp_stage)
-        # All is TransformerEngine's but the layers' norms under --transformer-impl local.
-        return with_sequence_parallel_norm(spec)
+        # Here, not in the first layer: all ranks come by, even those of a stage without layers.
+        if self.shared is not None and parallel_state.model_parallel_is_initialized():
+            self.shared.contexts.of(transformer)
+        spec = _with_ours(self._original(model_config, transformer, vp_stage), self.shared)
+        return spec if transformer_block.HAVE_TE else block_spec(spec, transformer, vp_stage)
 
-    def _original(self, model_config: Any, vp_stage: int | None) -> Any:
+    def _original(self, model_config: Any, transformer: Any, vp_stage: int | None) -> Any:
         if self._spec is None:
-            transformer = getattr(model_config, "transformer", model_config)
             if transformer.experimental_attention_variant and not transformer_block.HAVE_TE:
                 return local_variant_spec(transformer, vp_stage)
             from megatron.training.models.gpt import default_layer_spec  # of Megatron's loop alone
