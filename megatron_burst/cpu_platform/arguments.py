@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_burst.plugin import compat
+from megatron_burst.plugin.limits import with_remedies
 from megatron_burst.plugin.refusals import broken_limits, refuse_all
 
 CPU_DEFAULTS: dict[str, Any] = {
@@ -41,53 +42,44 @@ _WORKING: Mapping[str, tuple[Any, ...]] = {
     "no_persist_layer_norm": (True,),
     "moe_token_dispatcher_type": ("allgather", "alltoall"),
 }
-CPU_LIMITS: Mapping[str, str] = {
-    "transformer_impl": "TransformerEngine needs a GPU: --transformer-impl local",
-    "distributed_backend": "NCCL needs a GPU: --distributed-backend gloo",
-    "fp8": "FP8 kernels need a GPU: drop --fp8-format, use --bf16 or float32",
-    "fp4": "FP4 kernels need a GPU: drop --fp4-format, use --bf16 or float32",
-    "cuda_graph_impl": "there are no CUDA graphs: drop --cuda-graph-impl",
-    "enable_cuda_graph": "there are no CUDA graphs: drop --enable-cuda-graph",
-    "external_cuda_graph": "there are no CUDA graphs: drop --external-cuda-graph",
-    "optimizer_cuda_graph": "there are no CUDA graphs: drop --optimizer-cuda-graph",
-    "gradient_accumulation_fusion": "pass --no-gradient-accumulation-fusion",
-    "masked_softmax_fusion": "pass --no-masked-softmax-fusion",
-    "apply_rope_fusion": "pass --no-rope-fusion",
-    "no_persist_layer_norm": "pass --no-persist-layer-norm",
-    "tp_comm_overlap": "it is TransformerEngine's: drop --tp-comm-overlap",
-    "nccl_ub": "drop --use-nccl-ub",
-    "use_sharp": "drop --use-sharp",
-    "cpu_offloading_num_layers": "memory is the CPU's already: drop it",
-    "fine_grained_activation_offloading": "memory is the CPU's already: drop it",
-    "optimizer_cpu_offload": "the optimizer runs on the CPU already: drop it",
-    "use_precision_aware_optimizer": "it is TransformerEngine's optimizer: drop it",
-    "moe_permute_fusion": "it is TransformerEngine's: drop --moe-permute-fusion",
-    "moe_router_fusion": "it is TransformerEngine's: drop --moe-router-fusion",
-    "moe_token_dispatcher_type": "use alltoall",
-    "mla_down_proj_fusion": "it is TransformerEngine's: drop --mla-down-proj-fusion",
-    "batch_invariant_mode": "its kernels are Triton's: drop --batch-invariant-mode",
-    "mamba_training_ssm_states_dtype": (
-        "the states are float32 here: drop --mamba-training-ssm-states-dtype"
-    ),
-    "nvtx_ranges": "it marks ranges for CUDA's profiler: drop --nvtx-ranges",
-    "save_dgrads_interval": "it asks for TransformerEngine's layers: drop --save-dgrads-interval",
-    "save_activations_interval": (
-        "it asks for TransformerEngine's layers: drop --save-activations-interval"
-    ),
-    "save_tokens_per_expert_interval": (
-        "it asks for TransformerEngine's layers: drop --save-tokens-per-expert-interval"
-    ),
-    "moe_routing_trace_path": "it copies by CUDA: drop --moe-routing-trace-path",
-    "record_memory_history": "it records CUDA's allocator: drop it",
-    "gpu_sniff_test_interval": "it times GPUs: drop --gpu-sniff-test-interval",
-    "high_priority_a2a_comm_stream": (
-        "streams have no priorities: drop --high-priority-a2a-comm-stream"
-    ),
-    "use_persistent_ckpt_worker": (
-        "its process ends without a GPU, and saving waits for ever: drop "
-        "--use-persistent-ckpt-worker"
-    ),
-}
+_NO_GRAPHS, _HERE = "there are no CUDA graphs", "memory is the CPU's already"
+_OF_TE, _LAYERS_OF_TE = "it is TransformerEngine's", "it asks for TransformerEngine's layers"
+CPU_LIMITS = with_remedies(
+    transformer_impl="TransformerEngine needs a GPU: pass --transformer-impl local",
+    distributed_backend="NCCL needs a GPU: pass --distributed-backend gloo",
+    fp8="FP8 kernels need a GPU: drop --fp8-format, use --bf16 or float32",
+    fp4="FP4 kernels need a GPU: drop --fp4-format, use --bf16 or float32",
+    cuda_graph_impl=_NO_GRAPHS,
+    enable_cuda_graph=_NO_GRAPHS,
+    external_cuda_graph=_NO_GRAPHS,
+    optimizer_cuda_graph=_NO_GRAPHS,
+    gradient_accumulation_fusion="its kernel is Apex's: pass --no-gradient-accumulation-fusion",
+    masked_softmax_fusion="its kernel is Apex's: pass --no-masked-softmax-fusion",
+    apply_rope_fusion="its kernel is TransformerEngine's: pass --no-rope-fusion",
+    no_persist_layer_norm="its kernel is Apex's: pass --no-persist-layer-norm",
+    tp_comm_overlap=_OF_TE,
+    nccl_ub="NCCL needs a GPU: drop --use-nccl-ub",
+    use_sharp="NCCL needs a GPU",
+    cpu_offloading_num_layers=_HERE,
+    fine_grained_activation_offloading=_HERE,
+    optimizer_cpu_offload=_HERE,
+    use_precision_aware_optimizer=_OF_TE,
+    moe_permute_fusion=_OF_TE,
+    moe_router_fusion=_OF_TE,
+    moe_token_dispatcher_type="its kernels need a GPU: use alltoall",
+    mla_down_proj_fusion=_OF_TE,
+    batch_invariant_mode="its kernels are Triton's",
+    mamba_training_ssm_states_dtype="the states are float32 here",
+    nvtx_ranges="it marks ranges for CUDA's profiler",
+    save_dgrads_interval=_LAYERS_OF_TE,
+    save_activations_interval=_LAYERS_OF_TE,
+    save_tokens_per_expert_interval=_LAYERS_OF_TE,
+    moe_routing_trace_path="it copies by CUDA",
+    record_memory_history="it records CUDA's allocator",
+    gpu_sniff_test_interval="it times GPUs",
+    high_priority_a2a_comm_stream="streams have no priorities",
+    use_persistent_ckpt_worker="its process ends without a GPU, and saving waits for ever",
+)
 
 
 def check_cpu_arguments(args: argparse.Namespace) -> None:
