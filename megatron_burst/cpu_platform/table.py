@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.constants import default_pg_timeout
 
-from megatron_burst.cpu_platform import gdn, mamba
+from megatron_burst.cpu_platform import recurrences
 from megatron_burst.cpu_platform.arguments import check_cpu_arguments, set_cpu_defaults
 from megatron_burst.plugin.compat import around_parse_args, peak_resident_bytes
 
@@ -203,16 +203,16 @@ PACKAGES: Mapping[str, Mapping[str, Any] | None] = {
     "apex": None,
     # Mamba-2's layers, in the place of Triton's kernels; its convolution has a path in torch.
     "mamba_ssm.ops.triton.ssd_combined": {
-        "mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined,
-        "mamba_split_conv1d_scan_combined": mamba.mamba_split_conv1d_scan_combined,
+        "mamba_chunk_scan_combined": recurrences.mamba_chunk_scan_combined,
+        "mamba_split_conv1d_scan_combined": recurrences.mamba_split_conv1d_scan_combined,
     },
-    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": mamba.RMSNorm},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": recurrences.RMSNorm},
     "causal_conv1d": None,
     # Gated delta networks.
-    "fla.modules.convolution": {"causal_conv1d": gdn.causal_conv1d},
-    "fla.modules.l2norm": {"l2norm": gdn.l2norm},
-    "fla.ops.cp": {"build_cp_context": gdn.build_cp_context},
-    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": gdn.chunk_gated_delta_rule},
+    "fla.modules.convolution": {"causal_conv1d": recurrences.causal_conv1d},
+    "fla.modules.l2norm": {"l2norm": recurrences.l2norm},
+    "fla.ops.cp": {"build_cp_context": recurrences.build_cp_context},
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": recurrences.chunk_gated_delta_rule},
 }
 
 _FSDP = "megatron.core.distributed.fsdp"

@@ -9,7 +9,7 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import common
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from megatron_burst.cpu_platform import gdn, mamba, platform, table
+from megatron_burst.cpu_platform import platform, recurrences, table
 
 
 def check_tensors() -> None:
@@ -65,15 +65,15 @@ def check_random_numbers() -> None:
 def check_recurrences() -> None:
     from fla.ops.cp import build_cp_context  # as Megatron's dev does
 
-    assert build_cp_context is gdn.build_cp_context
+    assert build_cp_context is recurrences.build_cp_context
     assert mamba_mixer.HAVE_MAMBA_SSM and common.HAVE_FLA
     assert mamba_mixer.causal_conv1d_fn is None
-    assert issubclass(mamba_mixer.ExtendedRMSNorm, mamba.RMSNorm)
-    for module, ours, names in (
-        (mamba_mixer, mamba, "mamba_chunk_scan_combined mamba_split_conv1d_scan_combined"),
-        (common, gdn, "causal_conv1d l2norm chunk_gated_delta_rule"),
+    assert issubclass(mamba_mixer.ExtendedRMSNorm, recurrences.RMSNorm)
+    for module, names in (
+        (mamba_mixer, "mamba_chunk_scan_combined mamba_split_conv1d_scan_combined"),
+        (common, "causal_conv1d l2norm chunk_gated_delta_rule"),
     ):
-        assert all(getattr(module, name) is getattr(ours, name) for name in names.split())
+        assert all(getattr(module, name) is getattr(recurrences, name) for name in names.split())
 
 
 def main() -> None:

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_burst.cpu_platform import gdn, mamba
-from megatron_burst.cpu_platform.recurrence import causal_convolution
+from megatron_burst.cpu_platform import recurrences
 from megatron_burst.plugin.scans.recurrence import decaying_memory
 
 TOKENS_AND_CHUNK = [(1, 16), (37, 16), (64, 64), (5, 2)]
@@ -73,7 +72,7 @@ def test_the_selective_scan_equals_its_loop(
     given += [z, *inputs((HEADS,))]
 
     def ours(x, dt, a, b, c, d, z, dt_bias):
-        return mamba.mamba_chunk_scan_combined(
+        return recurrences.mamba_chunk_scan_combined(
             x, dt, -a.exp(), b, c, chunk, D=d, z=z, dt_bias=dt_bias, dt_softplus=True
         )
 
@@ -86,7 +85,7 @@ def test_a_step_without_softplus_is_taken_as_it_is() -> None:
 
     def scan(dt: Tensor, softplus: bool) -> Tensor:
         given = {"D": heads, "z": None, "dt_bias": 0 * heads, "dt_softplus": softplus}
-        return mamba.mamba_chunk_scan_combined(x, dt, -heads, b, b, 4, **given)
+        return recurrences.mamba_chunk_scan_combined(x, dt, -heads, b, b, 4, **given)
 
     torch.testing.assert_close(scan(F.softplus(dt), False), scan(dt, True))
 
@@ -100,7 +99,7 @@ def test_what_is_between_mambas_projections_equals_its_parts(headdim: int | None
     given += inputs((HEADS,), (HEADS,), skip)
 
     def ours(mixed, weight, bias, dt_bias, a, d):
-        return mamba.mamba_split_conv1d_scan_combined(
+        return recurrences.mamba_split_conv1d_scan_combined(
             *(mixed, weight, bias, dt_bias, -a.exp(), d),
             chunk_size=4,
             activation="silu",
@@ -129,15 +128,18 @@ def test_what_is_between_mambas_projections_equals_its_parts(headdim: int | None
 @pytest.mark.parametrize("tokens", [1, 3, 9])
 def test_the_convolution_equals_its_loop(tokens: int) -> None:
     given = inputs((2, tokens, 6), (6, 4), (6,))
-    check_equal(
-        lambda x, weight, bias: causal_convolution(x, weight, bias, "silu"), convolution_loop, given
-    )
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return recurrences.causal_convolution(x, weight, bias, "silu")
+
+    check_equal(ours, convolution_loop, given)
 
 
 def test_the_length_and_the_norm_equal_their_formulas() -> None:
     x, z, weight = inputs((2, 3, 8), (2, 3, 8), (8,))
-    check_equal(gdn.l2norm, lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(), [x])
-    norm = mamba.RMSNorm(
+    unit = lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()  # noqa: E731
+    check_equal(recurrences.l2norm, unit, [x])
+    norm = recurrences.RMSNorm(
         8, eps=1e-5, group_size=4, norm_before_gate=False, device=None, dtype=torch.float64
     )
 
@@ -168,7 +170,7 @@ def test_bfloat16_is_computed_in_float32() -> None:
     def scan(x, z, dt, b, c, dtype):
         per_head = torch.ones(HEADS, dtype=dtype)
         given = {"D": per_head, "z": z, "dt_bias": per_head, "dt_softplus": True}
-        return mamba.mamba_chunk_scan_combined(x, dt, -per_head, b, c, 16, **given)
+        return recurrences.mamba_chunk_scan_combined(x, dt, -per_head, b, c, 16, **given)
 
     found = scan(*low, torch.float32)
     assert found.dtype == torch.bfloat16
@@ -186,19 +188,19 @@ def test_what_is_not_honoured_is_refused_by_name() -> None:
     scan = {"x": x, "dt": x[..., 0], "A": heads, "B": x, "C": x, "chunk_size": 2, "D": heads}
     scan |= {"z": None, "dt_bias": heads, "dt_softplus": True}
     for name, value in (("initial_states", x), ("return_final_states", True)):
-        refused(mamba.mamba_chunk_scan_combined, name, **scan, **{name: value})
+        refused(recurrences.mamba_chunk_scan_combined, name, **scan, **{name: value})
 
     convolution = {"x": x[0], "weight": x[0, 0], "bias": None, "activation": "silu"}
     convolution |= {"initial_state": None, "output_final_state": False, "cu_seqlens": None}
     for name in ("initial_state", "output_final_state", "cu_seqlens"):
-        refused(gdn.causal_conv1d, name, **{**convolution, name: heads})
+        refused(recurrences.causal_conv1d, name, **{**convolution, name: heads})
     with pytest.raises(ValueError, match="has silu, not 'relu'"):
-        gdn.causal_conv1d(**{**convolution, "activation": "relu"})
+        recurrences.causal_conv1d(**{**convolution, "activation": "relu"})
 
     split = dict.fromkeys(("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D"), x)
     split |= {"chunk_size": 2, "activation": "silu", "headdim": 2, "ngroups": 1}
     split |= {"norm_before_gate": False, "seq_idx": None}
     for name in ("seq_idx", "norm_before_gate"):
-        refused(mamba.mamba_split_conv1d_scan_combined, name, **{**split, name: heads})
+        refused(recurrences.mamba_split_conv1d_scan_combined, name, **{**split, name: heads})
     norm = {"hidden_size": 2, "eps": 1, "group_size": 1, "device": None, "dtype": None}
-    refused(mamba.RMSNorm, "norm_before_gate", **norm, norm_before_gate=True)
+    refused(recurrences.RMSNorm, "norm_before_gate", **norm, norm_before_gate=True)

@@ -1,11 +1,46 @@
-"""Stand-ins for the package mamba_ssm, whose kernels need a GPU: what Megatron trains with."""
+"""Stand-ins for mamba_ssm and fla, whose kernels need a GPU: what Megatron trains with.
+
+An option that is given and would be ignored here is a ValueError.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_burst.cpu_platform.recurrence import causal_convolution, check_unused
 from megatron_burst.plugin.scans.recurrence import decaying_memory
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Convolve every channel with its own weights over the last tokens, then SiLU.
+
+    With x zero before the first token:
+
+        out[t] = silu(bias + sum(weight[:, j] * x[t + 1 + j - width] for j in range(width)))
+
+    Args:
+        x: [B, T, channels].
+        weight: [channels, width].
+        bias: [channels], or None.
+        activation: "silu", or "swish", its other name.
+    """
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"the convolution on the CPU platform has silu, not {activation!r}")
+    channels, width = weight.shape
+    out = F.conv1d(x.mT, weight.unsqueeze(1), bias, padding=width - 1, groups=channels)
+    return F.silu(out[..., : x.shape[1]].mT)
+
+
+def _check_unused(function: str, options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{function} on the CPU platform is for training on whole sequences: it does not "
+                f"take {name}"
+            )
 
 
 def mamba_chunk_scan_combined(
@@ -33,10 +68,9 @@ def mamba_chunk_scan_combined(
 
     x and z are [batch, tokens, heads, p], dt [batch, tokens, heads], B and C [batch, tokens,
     groups, n], D [heads] or [heads, p], A, below 0, and dt_bias [heads]. `chunk_size` tokens are
-    computed together, in float32, in float64 for float64. Returns x's shape and dtype. ValueError
-    if another option is given.
+    computed together, in float32, in float64 for float64. Returns x's shape and dtype.
     """
-    check_unused("mamba_chunk_scan_combined", unused)
+    _check_unused("mamba_chunk_scan_combined", unused)
     dt = dt + dt_bias  # float32, as dt_bias is
     dt = F.softplus(dt) if dt_softplus else dt
     y, _ = decaying_memory(C, B, dt.unsqueeze(-1) * x, dt * A, chunk=chunk_size)
@@ -68,9 +102,8 @@ def mamba_split_conv1d_scan_combined(
 
     zxbcdt is [batch, tokens, 2 * heads * p + 2 * groups * n + heads], the weight [heads * p + 2 *
     groups * n, width]; `headdim` is p, None where D tells it. Returns [batch, tokens, heads * p].
-    ValueError if another option is given, as the documents' numbers, `seq_idx`.
     """
-    check_unused("mamba_split_conv1d_scan_combined", unused)
+    _check_unused("mamba_split_conv1d_scan_combined", unused)
     heads, channels = len(A), len(conv1d_weight)
     inner = heads * (headdim or D.shape[1])
     z, xBC, dt = zxbcdt.split([inner, channels, heads], -1)
@@ -90,8 +123,6 @@ class RMSNorm(nn.Module):
     With x = x * silu(z) where z is given, for every `group_size` channels of the last axis:
 
         out = x / sqrt(mean(x * x) + eps) * weight
-
-    ValueError if another option is given.
     """
 
     def __init__(
@@ -105,7 +136,7 @@ class RMSNorm(nn.Module):
         **unused: object,
     ) -> None:
         super().__init__()
-        check_unused("RMSNorm", unused)
+        _check_unused("RMSNorm", unused)
         self.eps = eps
         self.group_size = group_size
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
@@ -116,3 +147,28 @@ class RMSNorm(nn.Module):
         groups = gated.unflatten(-1, (-1, self.group_size))
         normed = F.rms_norm(groups, (self.group_size,), eps=self.eps)
         return normed.flatten(-2) * self.weight
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **unused: object
+) -> tuple[Tensor, None]:
+    """`causal_convolution`, and no state."""
+    _check_unused("causal_conv1d", unused)
+    return causal_convolution(x, weight, bias, activation), None
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x * x) + eps), over the last axis."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def build_cp_context(**_: object) -> None:
+    """Refuse fla's way over ranks, which Megatron's dev imports with the rest."""
+    raise ValueError("fla passes states on a GPU alone: take --linear-cp-mode headwise")
+
+
+def chunk_gated_delta_rule(*tensors: Tensor, **options: Any) -> Any:
+    """Megatron's own in torch, in float32, which it has for --deterministic-mode."""
+    megatrons = importlib.import_module("megatron.core.ssm.gated_delta_net")  # it imports ours
+    return megatrons.torch_chunk_gated_delta_rule(*tensors, **options)
