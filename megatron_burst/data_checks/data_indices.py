@@ -53,7 +53,8 @@ def _checked(
         if is_late or dataset.config.fast_cache_load:
             return indices
         for name, text in itertools.chain(_kinds(names, indices), damage(dataset, *indices)):
-            raise ValueError(_remedy(_cached(dataset, f"{name}.npy") or name, text))
+            if text:
+                raise ValueError(_remedy(_cached(dataset, f"{name}.npy") or name, text))
         return indices
 
     return build_and_look
@@ -89,40 +90,36 @@ def _kinds(names: tuple[str, ...], indices: Indices) -> Iterator[tuple[str, str]
 def _damage_of_samples(
     dataset: Any, documents: Any, samples: Any, shuffled: Any
 ) -> Iterator[tuple[str, str]]:
-    """Yield the index and what is wrong with it: entries out of range, or others than expected.
+    """Yield each index and what is wrong with it, "" for nothing.
 
     Raises:
         ValueError: there is no sample, of which Megatron says no more than that.
     """
-    chosen = dataset.indices
-    if len(samples) == 1:  # where the last one ends
+    chosen, count = dataset.indices, len(samples) - 1  # the last one says where they end
+    if not count:
         tokens = dataset.dataset.sequence_lengths[chosen].sum(dtype=np.int64)
         raise ValueError(
             f"{dataset.dataset_path}: {dataset.index_split.name} has {tokens} tokens, and a sample "
             f"takes {dataset.config.sequence_length + 1}: pass it more, or --split with 0 for it"
         )
-    epochs, rest = divmod(len(documents), len(chosen))
-    if rest or not epochs:
-        yield "document_index", f"it has {len(documents)} entries for {len(chosen)} sequences"
-    elif text := _beyond(documents, int(chosen.min()), int(chosen.max())):
-        yield "document_index", text
-    elif int(documents.sum(dtype=np.int64)) != epochs * int(chosen.sum(dtype=np.int64)):
-        yield "document_index", f"it does not hold every sequence {epochs} times"
-    elif text := _uneven(dataset, samples, documents):
-        yield _PAIRS, text
-    count = len(samples) - 1
-    if len(shuffled) != count:
-        yield "shuffle_index", f"it has {len(shuffled)} entries for {count} samples"
-    elif count and (text := _beyond(shuffled, 0, count - 1)):
-        yield "shuffle_index", text
-    elif int(shuffled.sum(dtype=np.int64)) != count * (count - 1) // 2:
-        yield "shuffle_index", f"it does not hold each of {count} samples once"
+    epochs = max(1, len(documents) // len(chosen))
+    bounds, total = (int(chosen.min()), int(chosen.max())), int(chosen.sum(dtype=np.int64))
+    yield "document_index", _wrong(documents, epochs * len(chosen), bounds, epochs * total)
+    yield _PAIRS, _uneven(dataset, samples, documents)
+    yield "shuffle_index", _wrong(shuffled, count, (0, count - 1), count * (count - 1) // 2)
 
 
-def _beyond(index: Any, least: int, most: int) -> str:
-    wrong = (index < least) | (index > most)
-    n = int(wrong.argmax())
-    return f"entry {n} of {len(index)} is {index[n]}, not {least} to {most}" if wrong[n] else ""
+def _wrong(index: Any, length: int, bounds: tuple[int, int], total: int | None = None) -> str:
+    """Say how an index has not so many entries, within the bounds, with this sum; "" if it has."""
+    least, most = bounds
+    if len(index) != length:
+        return f"it has {len(index)} entries, not {length}"
+    beyond = (index < least) | (index > most)
+    if beyond.any():
+        n = int(beyond.argmax())
+        return f"entry {n} of {length} is {index[n]}, not {least} to {most}"
+    found = int(index.sum(dtype=np.int64))
+    return "" if total in (None, found) else f"its sum is {found}, not {total}: some are missing"
 
 
 def _uneven(dataset: Any, samples: Any, documents: Any) -> str:
@@ -130,7 +127,7 @@ def _uneven(dataset: Any, samples: Any, documents: Any) -> str:
     tokens, config = dataset.config.sequence_length, dataset.config
     at, starts, before = samples[:, 0], samples[:, 1].astype(np.int64), 0
     falls = at[1:] < at[:-1]
-    if text := _beyond(at, 0, len(documents) - 1):
+    if text := _wrong(at, len(at), (0, len(documents) - 1)):
         return text
     if falls.any():
         return f"sample {int(falls.argmax()) + 1} begins in a document before that of the last one"
@@ -151,22 +148,14 @@ def _uneven(dataset: Any, samples: Any, documents: Any) -> str:
 
 
 def _damage_of_blend(dataset: Any, sets: Any, samples: Any) -> Iterator[tuple[str, str]]:
-    """Yield the index and what is wrong with it."""
+    """Yield each index and what is wrong with it, "" for nothing."""
     size = sum(dataset.weights) if dataset.size is None else dataset.size
-    for name, index in (("dataset_index", sets), ("dataset_sample_index", samples)):
-        if len(index) != size:
-            yield name, f"it has {len(index)} entries for {size} samples"
-            return
-    if not size:
-        return
-    if text := _beyond(sets, 0, len(dataset.datasets) - 1):
-        yield "dataset_index", text
-        return
-    counts = np.bincount(sets, minlength=len(dataset.datasets))
-    sums = _sums(sets, samples, len(counts))
-    if text := _beyond(samples, 0, int(counts.max()) - 1):
-        yield "dataset_sample_index", text
-    elif (wrong := sums != counts * (counts - 1) // 2).any():
+    number = len(dataset.datasets)
+    yield "dataset_index", _wrong(sets, size, (0, number - 1))
+    counts = np.bincount(sets, minlength=number)
+    yield "dataset_sample_index", _wrong(samples, size, (0, int(counts.max()) - 1))
+    wrong = _sums(sets, samples, number) != counts * (counts - 1) // 2
+    if wrong.any():
         n = int(wrong.argmax())
         yield "dataset_sample_index", f"it does not hold each of {counts[n]} of data set {n} once"
 
