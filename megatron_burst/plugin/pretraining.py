@@ -42,24 +42,14 @@ logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 100.0
 
 _NEEDS_UPSTREAM_SCRIPT = (
-    "fim_data",
-    "logits_load_dir",
-    "hybrid_context_parallel",
-    "check_for_spiky_loss",
-    "log_straggler",
-    "inprocess_restart",
-)
+    "fim_data logits_load_dir hybrid_context_parallel check_for_spiky_loss log_straggler "
+    "inprocess_restart"
+).split()
 # Any of these says where tokens come from, or that none are needed.
 _DATA = (
-    "mock_data",
-    "data_path",
-    "data_args_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "per_split_data_args_path",
-    "ckpt_convert_format",
-)
+    "mock_data data_path data_args_path train_data_path valid_data_path test_data_path "
+    "per_split_data_args_path ckpt_convert_format"
+).split()
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _DOCUMENT_KEYS = ("cu_seqlens", "max_seqlen")
 
@@ -141,11 +131,8 @@ def forward_step(
     timers("batch-generator", log_level=2).start()
     args = get_args()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    batch = _next_batch(
-        data_iterator,
-        vp_stage,
-        args.micro_batch_size if model.training else args.eval_micro_batch_size,
-    )
+    size = args.micro_batch_size if model.training else args.eval_micro_batch_size
+    batch = _next_batch(data_iterator, vp_stage, size)
     timers("batch-generator").stop()
     packed = _packed(batch["cu_seqlens"], batch["max_seqlen"])
     if packed is not None and model.training and not vp_stage:  # once a micro-batch that trains
