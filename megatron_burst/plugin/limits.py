@@ -176,19 +176,3 @@ MLP_WORKING: Mapping[str, tuple[Any, ...]] = {
     "gtp_weight_remat_size": (None, 1),
     "mlp_chunks_for_training": (None, 1),
 }
-
-# Of any of our flags, where Megatron itself fails beside the weights that it shards.
-SHARDING_LIMITS = {
-    "use_megatron_fsdp": with_remedies(
-        optimizer_cpu_offload=(
-            "Megatron copies gradients into whole tensors there, which --use-megatron-fsdp shards, "
-            "and its first step ends with an error: drop one of them"
-        )
-    ),
-    "use_torch_fsdp2": with_remedies(
-        calculate_per_token_loss=(
-            "Megatron scales no gradient under --use-torch-fsdp2, which are then larger by the "
-            "number of tokens: drop --calculate-per-token-loss, or take --use-megatron-fsdp"
-        )
-    ),
-}

@@ -11,7 +11,6 @@ from megatron_burst.plugin.limits import (
     LM_HEAD_LIMITS,
     MEGATRON,
     OFF,
-    SHARDING_LIMITS,
     WORKING,
 )
 
@@ -85,9 +84,18 @@ def lm_head_refusals(args: Any) -> list[str]:
 
 def sharding_refusals(args: Any) -> Iterator[str]:
     """Yield why none of our flags can run beside the weights that Megatron shards."""
-    for flag, limits in SHARDING_LIMITS.items():
-        if getattr(args, flag, False):
-            yield from broken_limits(limits, args)
+    if args.use_megatron_fsdp and args.optimizer_cpu_offload:
+        yield (
+            "optimizer_cpu_offload = True: Megatron copies gradients into whole tensors there, "
+            "which --use-megatron-fsdp shards, and its first step ends with an error: drop one of "
+            "them"
+        )
+    if getattr(args, "use_torch_fsdp2", False) and args.calculate_per_token_loss:
+        yield (
+            "calculate_per_token_loss = True: Megatron scales no gradient under --use-torch-fsdp2, "
+            "which are then larger by the number of tokens: drop --calculate-per-token-loss, or "
+            "take --use-megatron-fsdp"
+        )
     if args.use_megatron_fsdp and args.swiglu and args.save and not (args.bf16 or args.fp16):
         yield (
             "use_megatron_fsdp = True, swiglu = True: Megatron cannot save them in float32, its "
@@ -245,22 +253,21 @@ def _logit_file_refusals(args: Any) -> Iterator[str]:
 
 def _mtp_refusals(args: Any) -> Iterator[str]:
     """What Megatron leaves out beside multi-token prediction: layers, documents, gradients."""
+    if not (layers := getattr(args, "mtp_num_layers", None)):
+        return
     variant = getattr(args, "experimental_attention_variant", None)
-    is_gpt = not getattr(args, "hybrid_layer_pattern", None)
-    if variant and is_gpt and getattr(args, "mtp_num_layers", None):
+    if variant and not getattr(args, "hybrid_layer_pattern", None):
         yield (
-            f"mtp_num_layers = {args.mtp_num_layers}: a GPTModel of Megatron's has no MTP beside "
-            f"{variant}: take --hybrid-layer-pattern, or drop --mtp-num-layers"
+            f"mtp_num_layers = {layers}: a GPTModel of Megatron's has no MTP beside {variant}: "
+            "take --hybrid-layer-pattern, or drop --mtp-num-layers"
         )
-    name = documents_flag(args)
-    if name and _runs_plans(args) and getattr(args, "mtp_num_layers", None):
+    if (name := documents_flag(args)) and _runs_plans(args):
         yield (
-            f"{name} = True, mtp_num_layers = {args.mtp_num_layers}: Megatron's schedule plans "
-            "have no MTP beside documents: drop --overlap-moe-expert-parallel-comm, or one of them"
+            f"{name} = True, mtp_num_layers = {layers}: Megatron's schedule plans have no MTP "
+            "beside documents: drop --overlap-moe-expert-parallel-comm, or one of them"
         )
     ranks = getattr(args, "context_parallel_size", 1)
-    mixes = getattr(args, "mtp_num_layers", None) and getattr(args, "mtp_hsm", False)  # of main
-    if mixes and ranks > 1:
+    if getattr(args, "mtp_hsm", False) and ranks > 1:  # of main
         yield (
             f"mtp_hsm = True: over {ranks} context-parallel ranks Megatron mixes other hidden "
             "states, and no gradient crosses the borders of chunks: drop --mtp-hsm"
