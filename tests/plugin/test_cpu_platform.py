@@ -1,7 +1,8 @@
-import argparse
 import importlib.util
+import re
 import socket
 import sys
+from argparse import ArgumentParser, Namespace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +15,6 @@ from megatron_burst.cpu_platform.platform import REQUEST
 from megatron_burst.cpu_platform.table import PACKAGES, STAND_INS, with_one_worker
 from tests.processes import python
 from tests.training.launcher import run_job
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_names_of_torch_come_before_megatron_is_imported() -> None:
@@ -40,10 +39,9 @@ def test_packages_that_need_a_gpu_are_not_found(
         importlib.import_module("transformer_engine")
 
 
-@pytest.mark.parametrize("target", STAND_INS)
-def test_every_target_exists(target: str) -> None:
-    holder, name = cpu_platform.resolve(target)
-    assert hasattr(holder, name)
+def test_every_target_exists() -> None:
+    for target in STAND_INS:
+        cpu_platform.resolve(target)
 
 
 @pytest.mark.parametrize("target", ["torch.cuda:no_such_name", "megatron.core.nowhere:name"])
@@ -101,8 +99,6 @@ from megatron_burst.cpu_platform import platform as platform
 assert not platform.cpu_platform_active()
 platform.activate()
 platform.activate()
-from tests.plugin import activated
-activated.main()
 """
 
 
@@ -117,7 +113,6 @@ def test_the_platform_is_activated_once_and_says_where() -> None:
     assert run.returncode == 0, run.stderr
     line = f"WARNING:megatron_burst.cpu_platform.platform:{HERE} runs on the CPU"
     assert run.stderr.count(line) == 1
-    assert "CPU RNG state changed" not in run.stderr
 
 
 def test_activation_after_megatron_is_refused() -> None:
@@ -129,24 +124,24 @@ def test_activation_after_megatron_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def megatron_parser() -> argparse.ArgumentParser:
+def megatron_parser() -> ArgumentParser:
     arguments = pytest.importorskip("megatron.training.arguments")
-    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
 
 
 @pytest.fixture
-def defaults(megatron_parser: argparse.ArgumentParser) -> argparse.Namespace:
+def defaults(megatron_parser: ArgumentParser) -> Namespace:
     cpu_arguments.set_cpu_defaults(megatron_parser)
     return megatron_parser.parse_args([])
 
 
-def test_defaults_pass_the_check(defaults: argparse.Namespace) -> None:
+def test_defaults_pass_the_check(defaults: Namespace) -> None:
     assert defaults.distributed_backend == "gloo"
     assert not defaults.gradient_reduce_div_fusion  # "Cannot use ReduceOp.PREMUL_SUM with Gloo"
     cpu_arguments.check_cpu_arguments(defaults)
 
 
-def test_flags_of_the_user_win_over_the_defaults(megatron_parser: argparse.ArgumentParser) -> None:
+def test_flags_of_the_user_win_over_the_defaults(megatron_parser: ArgumentParser) -> None:
     cpu_arguments.set_cpu_defaults(megatron_parser)
     args = megatron_parser.parse_args(["--num-workers", "3", "--transformer-impl", "local"])
     assert args.num_workers == 3
@@ -154,40 +149,35 @@ def test_flags_of_the_user_win_over_the_defaults(megatron_parser: argparse.Argum
 
 def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="transformer_impl"):
-        cpu_arguments.set_cpu_defaults(argparse.ArgumentParser())
+        cpu_arguments.set_cpu_defaults(ArgumentParser())
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--transformer-impl transformer_engine", "--transformer-impl local"),
-        ("--distributed-backend nccl", "--distributed-backend gloo"),
         ("--fp8-format e4m3", "drop --fp8-format"),
-        ("--cpu-offloading-num-layers 1", "cpu_offloading_num_layers = 1"),
         ("--moe-token-dispatcher-type flex", "use alltoall"),
-        ("--mla-down-proj-fusion", "drop --mla-down-proj-fusion"),
         ("--profile", "--use-pytorch-profiler"),
-        ("--save-dgrads-interval 2", "TransformerEngine's layers: drop --save-dgrads-interval"),
-        ("--save-activations-interval 2", "drop --save-activations-interval"),
-        ("--save-tokens-per-expert-interval 2", "drop --save-tokens-per-expert-interval"),
-        ("--moe-routing-trace-path here", "it copies by CUDA: drop --moe-routing-trace-path"),
         ("--bf16 --fp32-residual-connection", "drop --fp32-residual-connection"),
-        ("--gpu-sniff-test-interval 9", "it times GPUs: drop --gpu-sniff-test-interval"),
-        ("--high-priority-a2a-comm-stream", "drop --high-priority-a2a-comm-stream"),
-        ("--use-persistent-ckpt-worker", "waits for ever: drop --use-persistent-ckpt-worker"),
-        ("--mamba-training-ssm-states-dtype bf16", "the states are float32 here"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(
-    megatron_parser: argparse.ArgumentParser, flags: str, message: str
+    megatron_parser: ArgumentParser, flags: str, message: str
 ) -> None:
     cpu_arguments.set_cpu_defaults(megatron_parser)
     with pytest.raises(ValueError, match=message):
         cpu_arguments.check_cpu_arguments(megatron_parser.parse_args(flags.split()))
 
 
-def test_every_limit_names_an_argument_of_megatron(defaults: argparse.Namespace) -> None:
-    assert [name for name in cpu_arguments.CPU_LIMITS if not hasattr(defaults, name)] == []
+def test_limits_name_arguments_of_megatron_and_flags(
+    megatron_parser: ArgumentParser, defaults: Namespace
+) -> None:
+    for name, reason in cpu_arguments.CPU_LIMITS.items():
+        assert hasattr(defaults, name)
+        with pytest.raises(ValueError, match=f"{name} = 2: {reason}"):
+            cpu_arguments.check_cpu_arguments(Namespace(**vars(defaults) | {name: 2}))
+        assert {*re.findall(r"--[\w-]+", reason)} <= megatron_parser._option_string_actions.keys()
 
 
 def test_a_group_may_be_made_with_keywords_of_later_torch() -> None:
