@@ -32,13 +32,12 @@ def config(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changes})
 
 
-@pytest.mark.parametrize(
-    ("normalization", "expected"),
-    [("LayerNorm", torch.nn.LayerNorm), ("RMSNorm", torch.nn.RMSNorm)],
-)
-def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -> None:
-    ours = local_layers.SequenceParallelNorm(config(normalization=normalization), 12, eps=1e-3)
-    torchs = expected(12, eps=1e-3)
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_a_norm_equals_torchs_with_gradients_and_is_marked(name: str, marked: bool) -> None:
+    settings = config(normalization=name, sequence_parallel=marked)
+    ours = local_layers.SequenceParallelNorm(settings, 12, eps=1e-3)
+    torchs = getattr(torch.nn, name)(12, eps=1e-3)
     x = torch.randn(5, 2, 12).requires_grad_()
     y = x.detach().clone().requires_grad_()
     weight = torch.randn(5, 2, 12)
@@ -46,7 +45,7 @@ def test_norm_equals_torchs_with_gradients(normalization: str, expected: type) -
     (torchs(y) * weight).sum().backward()
     assert torch.equal(ours(x), torchs(y)) and torch.equal(x.grad, y.grad)
     for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+        assert torch.equal(mine.grad, theirs.grad) and mine.sequence_parallel is marked
 
 
 @pytest.mark.parametrize("tokens", [1, 7])  # blocks of two
@@ -67,18 +66,9 @@ def test_an_rms_norm_in_blocks_of_rows_equals_the_whole(
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_parameters_say_whether_they_are_sequence_parallel(sequence_parallel: bool) -> None:
-    norm = local_layers.SequenceParallelNorm(config(sequence_parallel=sequence_parallel), 4)
-    assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * 2
-
-
-@pytest.mark.parametrize(
-    "name", ["layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm"]
-)
-def test_norm_refuses_what_torch_cannot_do(name: str) -> None:
-    with pytest.raises(AssertionError, match=f"{name.removeprefix('layernorm_')} not supported"):
-        local_layers.SequenceParallelNorm(config(**{name: True}), 4)
+def test_a_norm_refuses_what_megatrons_does() -> None:
+    with pytest.raises(AssertionError, match="persist_layer_norm not supported"):
+        local_layers.SequenceParallelNorm(config(persist_layer_norm=True), 4)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +84,7 @@ def test_every_norm_of_a_spec_is_replaced_and_nothing_else(options: dict[str, ob
     layer = gpt_layer_specs.get_gpt_layer_local_spec(**options)
     block = TransformerBlockSubmodules(layer_specs=[layer, layer], layer_norm=WrappedTorchNorm)
     before = [*leaves(block).values()]
-    after = [*leaves(local_layers.with_sequence_parallel_norm(block)).values()]
+    after = [*leaves(local_layers.block_spec(block, config())).values()]
     assert before.count(WrappedTorchNorm) >= 5
     expected = [
         local_layers.SequenceParallelNorm if leaf is WrappedTorchNorm else leaf for leaf in before
@@ -108,14 +98,6 @@ def test_norms_inside_partials_lists_and_dicts_are_replaced() -> None:
     built = local_layers.with_sequence_parallel_norm(spec)["a"][0]
     assert built.args == (local_layers.SequenceParallelNorm,)
     assert built.keywords == {"base": (local_layers.SequenceParallelNorm, 1)}
-
-
-def test_a_block_spec_keeps_its_layers_and_gets_our_last_norm() -> None:
-    layer = gpt_layer_specs.get_gpt_layer_local_spec()
-    block = TransformerBlockSubmodules(layer_specs=[layer] * 3, layer_norm=WrappedTorchNorm)
-    ours = local_layers.block_spec(block, config())
-    assert len(ours.layer_specs) == 3
-    assert ours.layer_norm is local_layers.SequenceParallelNorm
 
 
 @pytest.mark.parametrize(
@@ -166,23 +148,14 @@ def test_adam_with_initialised_state_trains_the_same(optimizer_class: type) -> N
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2))]
         optimizer = optimizer_class(parameters, lr=0.1, weight_decay=0.1)
-        if initialised:
-            torch_adam.initialise_adam_state(optimizer)
         for _ in range(3):
+            if initialised:
+                torch_adam.initialise_adam_state(optimizer)  # again it keeps what is there
             sum((p**3).sum() for p in parameters).backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append(torch.cat([p.detach() for p in parameters]))
     assert torch.equal(*results)
-
-
-def test_initialising_keeps_state_that_is_there() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    torch_adam.initialise_adam_state(optimizer)
-    assert optimizer.state[parameter]["step"] == 1
 
 
 def test_steps_are_no_longer_shared_after_loading() -> None:
