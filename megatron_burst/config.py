@@ -53,14 +53,58 @@ def size_or_auto(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def check_fraction(fraction: float) -> None:
-    """Raise a ValueError if the share that is recomputed is not within 0 and 1."""
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"--recompute-attention-fraction is within 0 and 1, got {fraction}")
+def wrong_fraction(fraction: float | None) -> Iterator[str]:
+    """Yield what is wrong with the share that is recomputed, if it is given."""
+    if fraction is not None and not 0 <= fraction <= 1:
+        yield f"--recompute-attention-fraction is within 0 and 1, got {fraction}"
+
+
+def positive(sizes: Mapping[str, float | None]) -> Iterator[str]:
+    """Yield what is wrong with each size that is given and not positive."""
+    for name, value in sizes.items():
+        if value is not None and not 0 < value < math.inf:
+            yield f"{name} must be positive and finite, got {value}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BurstConfig:
+class FlagConfig:
+    """Settings whose fields are flags: a string becomes a member of its enum, auto no size."""
+
+    prefix: ClassVar[str] = "--burst-"
+
+    def __post_init__(self) -> None:
+        unknown = list[str]()
+        for spec in dataclasses.fields(self):
+            value, known = getattr(self, spec.name), {str(each): each for each in members(spec)}
+            if spec.metadata.get("type") is size_or_auto and value == "auto":
+                object.__setattr__(self, spec.name, None)
+            elif str(value) in known:
+                object.__setattr__(self, spec.name, known[str(value)])
+            elif known:
+                text = f"{flag_name(self, spec)} {value} is unknown; this version has: "
+                unknown.append(text + ", ".join(known))
+        refuse(unknown or self.wrong())
+
+    def wrong(self) -> Iterator[str]:
+        """Yield what is wrong with known values."""
+        yield from ()
+
+
+def flag_name(config: FlagConfig | type[FlagConfig], spec: dataclasses.Field[Any]) -> str:
+    """The flag of a field; where it has none, the field's own name."""
+    name = config.prefix + spec.name.replace("_", "-")
+    return spec.metadata.get("flag", name) or spec.name
+
+
+def members(spec: dataclasses.Field[Any]) -> list[StrEnum]:
+    """Return what a field may be; nothing where it is no enum."""
+    if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
+        return list(spec.type)
+    return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BurstConfig(FlagConfig):
     """Settings of BurstAttention; the same names, without prefix, as the command-line flags.
 
     Raises:
@@ -158,14 +202,8 @@ class BurstConfig:
     peer and the tensor; on NCCL that is logged somewhat earlier, and NCCL ends the process. Under
     Megatron: --distributed-timeout-minutes."""
 
-    def __post_init__(self) -> None:
-        settle_enums(self)
-        refused = Refused([*self._values(), *self._preset()])
-        if self.recompute_fraction is not None:
-            refused.by(check_fraction, self.recompute_fraction)
-        refuse(refused)
-
-    def _values(self) -> Iterator[str]:
+    def wrong(self) -> Iterator[str]:
+        """Yield what is out of range, cannot go together, or has no effect."""
         of_heads = {
             "--burst-head-parallel-size": self.head_parallel_size,
             "--burst-head-chunks": self.head_chunks,
@@ -183,6 +221,8 @@ class BurstConfig:
                 f"--burst-layout {self.layout} looks at documents alone: drop --burst-block-mask, "
                 f"or take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
             )
+        yield from wrong_fraction(self.recompute_fraction)
+        yield from self._without_effect()
 
     @property
     def is_zigzag(self) -> bool:
@@ -211,7 +251,7 @@ class BurstConfig:
         taken = self.topology in (Topology.AUTO, Topology.MESH)
         return taken and self.algorithm is Algorithm.BURST
 
-    def _preset(self) -> Iterator[str]:
+    def _without_effect(self) -> Iterator[str]:
         """A baseline fixes what burst chooses: what would have no effect, and the reason."""
         if self.algorithm is Algorithm.BURST:
             return
@@ -236,12 +276,8 @@ class BurstConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LmHeadConfig:
-    """Settings of the LM head and its loss; the same names, with a prefix, as the flags.
-
-    Raises:
-        ValueError: a size is not positive, both are given, or one without the chunked loss.
-    """
+class LmHeadConfig(FlagConfig):
+    """Settings of the LM head and its loss; the same names, with a prefix, as the flags."""
 
     prefix: ClassVar[str] = "--lm-head-"
     loss: LmHeadLoss = LmHeadLoss.MEGATRON
@@ -259,11 +295,8 @@ class LmHeadConfig:
     2048 tokens take). With room for the weight's gradient in float32, too, logits are made once,
     not in forward and backward; by default where that takes at most 1024."""
 
-    def __post_init__(self) -> None:
-        settle_enums(self)
-        refuse(self._sizes())
-
-    def _sizes(self) -> Iterator[str]:
+    def wrong(self) -> Iterator[str]:
+        """Yield sizes that are not positive, both, or one without the chunked loss."""
         sizes = {"--lm-head-chunk-size": self.chunk_size, "--lm-head-memory-mb": self.memory_mb}
         given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
         text = " and ".join(given)
@@ -275,38 +308,3 @@ class LmHeadConfig:
         if len(given) > 1:
             yield f"{text} both say how large a chunk is: drop one of them"
         yield from positive(sizes)
-
-
-def positive(sizes: Mapping[str, float | None]) -> Iterator[str]:
-    """Yield what is wrong with each size that is given and not positive."""
-    for name, value in sizes.items():
-        if value is not None and not 0 < value < math.inf:
-            yield f"{name} must be positive and finite, got {value}"
-
-
-def settle_enums(config: Any) -> None:
-    """Let strings become members of their enum, and auto no size; refuse what is none."""
-    refused = Refused()
-    for spec in dataclasses.fields(config):
-        if spec.metadata.get("type") is size_or_auto and getattr(config, spec.name) == "auto":
-            object.__setattr__(config, spec.name, None)
-        if known := members(spec):
-            value, name = str(getattr(config, spec.name)), flag_name(config, spec)
-            if value in known:
-                object.__setattr__(config, spec.name, known[known.index(value)])  # type: ignore[arg-type]
-            else:
-                refused.append(f"{name} {value} is unknown; this version has: {', '.join(known)}")
-    refuse(refused)
-
-
-def flag_name(config: Any, spec: dataclasses.Field[Any]) -> str:
-    """The flag of a field; where it has none, the field's own name."""
-    prefix = getattr(config, "prefix", "--burst-")
-    return spec.metadata.get("flag", prefix + spec.name.replace("_", "-")) or spec.name
-
-
-def members(spec: dataclasses.Field[Any]) -> list[StrEnum]:
-    """Return what a field may be; nothing where it is no enum."""
-    if isinstance(spec.type, type) and issubclass(spec.type, StrEnum):
-        return list(spec.type)
-    return []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_burst.config import check_fraction
+from megatron_burst.config import refuse, wrong_fraction
 from megatron_burst.transport.host import HostMemory, Stored
 
 
@@ -34,7 +34,7 @@ class AttentionMemory:
     saved: "SavedRows | None" = None
 
     def __post_init__(self) -> None:
-        check_fraction(self.fraction)
+        refuse(wrong_fraction(self.fraction))
 
     def save(self, row: int, out_BSHD: Tensor, lse_BHS: Tensor) -> None:
         """Save the results from `row` on."""

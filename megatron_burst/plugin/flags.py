@@ -7,12 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_burst.config import (
-    BurstConfig,
-    LmHeadConfig,
-    flag_name,
-    members,
-)
+from megatron_burst.config import BurstConfig, FlagConfig, LmHeadConfig, flag_name, members
 from megatron_burst.plugin.training_config import FileConfig, LayerConfig, MlpConfig
 
 
@@ -38,9 +33,9 @@ ENDED = {
 """Flags of before, and what to do in their place."""
 
 
-def flags(config: type = BurstConfig) -> tuple[Flag, ...]:
+def flags(config: type[FlagConfig] = BurstConfig) -> tuple[Flag, ...]:
     """Return every command-line flag that a configuration describes, in the order of its fields."""
-    docs = _field_docstrings(config)
+    docs = _field_docstrings(config)  # type: ignore[arg-type] # it asks instances for a hash
     named = [(flag_name(config, spec), spec) for spec in dataclasses.fields(config)]
     return tuple(
         Flag(
@@ -63,8 +58,7 @@ def attention_flags() -> tuple[Flag, ...]:
 
 def all_flags() -> tuple[Flag, ...]:
     """Return every flag of the group "burst", those of attention first."""
-    others = LmHeadConfig, MlpConfig, FileConfig
-    return (*attention_flags(), *(flag for config in others for flag in flags(config)))
+    return (*attention_flags(), *flags(LmHeadConfig), *flags(MlpConfig), *flags(FileConfig))
 
 
 def _type(spec: dataclasses.Field[Any]) -> type:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from megatron_burst.config import (
     Algorithm,
     BurstConfig,
+    FlagConfig,
     LmHeadConfig,
     LmHeadLoss,
     Mla,
@@ -162,5 +163,5 @@ def checks_files(args: argparse.Namespace, *, own_entry: bool) -> bool:
     return own_entry if checks is FileChecks.AUTO else checks is FileChecks.ON
 
 
-def _values(args: argparse.Namespace, config: type) -> dict[str, Any]:
+def _values(args: argparse.Namespace, config: type[FlagConfig]) -> dict[str, Any]:
     return {x.field: getattr(args, x.name[2:].replace("-", "_")) for x in flags(config)}

@@ -1,22 +1,19 @@
 """What a training under Megatron can choose beside attention and loss; see `config`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from megatron_burst.config import positive, refuse, settle_enums, size_or_auto
+from megatron_burst.config import FlagConfig, positive, size_or_auto
 
 Check = StrEnum("Check", "OFF NAN REFERENCE")
 FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerConfig:
-    """Settings of layers with our attention that attention itself does not read; each is a flag.
-
-    Raises:
-        ValueError: a value is unknown.
-    """
+class LayerConfig(FlagConfig):
+    """Settings of layers with our attention that attention itself does not read."""
 
     recompute_offload: bool = field(default=False, metadata={"flag": "--recompute-offload"})
     """Keep what recompute saves in the host's pinned memory: the inputs of layers under
@@ -32,17 +29,10 @@ class LayerConfig:
     allowed and stops on a difference; the first step takes much longer, the later ones nothing
     more."""
 
-    def __post_init__(self) -> None:
-        settle_enums(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MlpConfig:
-    """Settings of the layers' MLPs; the field is a flag.
-
-    Raises:
-        ValueError: the number is not positive.
-    """
+class MlpConfig(FlagConfig):
+    """Settings of the layers' MLPs."""
 
     prefix: ClassVar[str] = "--mlp-"
     chunks: int | None = field(default=1, metadata={"type": size_or_auto})
@@ -51,17 +41,14 @@ class MlpConfig:
     that no more than the hidden states, with at least 2048 tokens each. It goes with every
     --context-parallel-algo. 1 (the default): Megatron's own."""
 
-    def __post_init__(self) -> None:
-        refuse(positive({"--mlp-chunks": self.chunks}))
+    def wrong(self) -> Iterator[str]:
+        """Yield a number that is not positive."""
+        yield from positive({"--mlp-chunks": self.chunks})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FileConfig:
-    """What is looked at on the disk; the field is a flag.
-
-    Raises:
-        ValueError: the value is unknown.
-    """
+class FileConfig(FlagConfig):
+    """What is looked at on the disk."""
 
     check_files: FileChecks = FileChecks.AUTO
     """Whether files are looked at before they are used: those of the data set, whose indices and
@@ -69,6 +56,3 @@ class FileConfig:
     is mixed with those of another training; a save that fails says where, and one over an earlier
     checkpoint leaves no mixture that counts as complete. on: looked at. off: Megatron's own
     behaviour. auto: on in python -m megatron_burst.pretrain, off where another script is run."""
-
-    def __post_init__(self) -> None:
-        settle_enums(self)
