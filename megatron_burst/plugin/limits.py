@@ -6,9 +6,18 @@ from typing import Any
 MEGATRON = "megatron"  # the value of --context-parallel-algo that leaves attention to Megatron
 
 
+_WITHOUT_FLAG = (
+    "fp8_dot_product_attention fp8_multi_head_attention use_kitchen_attention quant_recipe"
+).split()
+
+
 def flag_of(argument: str) -> str:
     """Return the flag of Megatron that sets an argument."""
     return f"--{argument.replace('_', '-')}" + "-format" * (argument in ("fp8", "fp4"))
+
+
+def _remedy(name: str) -> str:
+    return f"leave {name} off" if name in _WITHOUT_FLAG else f"drop {flag_of(name)}"
 
 
 def with_remedies(**reasons: str) -> dict[str, str]:
@@ -16,10 +25,7 @@ def with_remedies(**reasons: str) -> dict[str, str]:
 
     Unless a reason has a remedy of its own behind a colon.
     """
-    return {
-        name: reason if ": " in reason else f"{reason}: drop {flag_of(name)}"
-        for name, reason in reasons.items()
-    }
+    return {n: why if ": " in why else f"{why}: {_remedy(n)}" for n, why in reasons.items()}
 
 
 # An argument of Megatron (or field of TransformerConfig) has to be one of the first, unless it is
@@ -52,27 +58,21 @@ LIMITS = with_remedies(
         "Megatron (0.19, main d98e8a64) asks tokens [t] for shape[1] in get_batch_on_this_tp_rank: "
         "drop --hybrid-context-parallel, or pass a cp_group yourself"
     ),
-    hybrid_override_pattern=(
-        "--hybrid-override-pattern is deprecated: pass --hybrid-layer-pattern"
-    ),
+    hybrid_override_pattern="it is deprecated: pass --hybrid-layer-pattern",
     modelopt_enabled=(
         "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)"
     ),
     log_max_attention_logit=(
         "no kernel returns the largest score, and to find it costs a seventh of attention's FLOPs"
     ),
-    fp8_dot_product_attention=(
-        "attention runs in the model's dtype: leave fp8_dot_product_attention off"
-    ),
-    fp8_multi_head_attention=(
-        "attention runs in the model's dtype: leave fp8_multi_head_attention off"
-    ),
+    fp8_dot_product_attention="attention runs in the model's dtype",
+    fp8_multi_head_attention="attention runs in the model's dtype",
     cuda_graph_impl=(
         "a ring cannot be captured in a CUDA graph: drop --cuda-graph-impl full_iteration, or take "
         "transformer_engine or local with --cuda-graph-modules that hold no attention"
     ),
     batch_invariant_mode="Megatron does not run it with context parallelism",
-    use_kitchen_attention="it is another core attention: leave use_kitchen_attention off",
+    use_kitchen_attention="it is another core attention",
     attention_backend=(
         "it chooses among Megatron's own kernels: drop --attention-backend, or choose with "
         "--burst-kernel"
@@ -104,19 +104,16 @@ DEV_LIMITS = with_remedies(
         "our layouts begin from zigzag: drop --cp-partition-mode contiguous, or take "
         "--burst-layout balanced"
     ),
-    attention_cp_layout="our layouts begin from zigzag: drop --attention-cp-layout",
-    linear_cp_layout="our layouts begin from zigzag: drop --linear-cp-layout",
+    attention_cp_layout="our layouts begin from zigzag",
+    linear_cp_layout="our layouts begin from zigzag",
     use_varlen_dataset="it was not shown to be right: drop --use-varlen-dataset, or take --sft",
-    rotary_base_per_layer=(
-        "its embeddings take the rows of a rank for a whole sequence: drop --rotary-base-per-layer"
-    ),
+    rotary_base_per_layer="its embeddings take the rows of a rank for a whole sequence",
 )
 
 
 def _narrow(reason: str) -> dict[str, str]:
     """Return what runs linear layers in FP8 or FP4; a recipe does so by layer, without fp8."""
-    names = "fp8", "fp4", "te_precision_config_file"
-    return {**dict.fromkeys(names, reason), "quant_recipe": f"{reason}: leave quant_recipe off"}
+    return dict.fromkeys(("fp8", "fp4", "te_precision_config_file", "quant_recipe"), reason)
 
 
 # Of sending the latents of multi-latent attention; K and V can always be sent.
