@@ -43,6 +43,7 @@ from megatron_burst.plugin.layer_spec import (  # noqa: E402
     burst_layer_spec,
 )
 from megatron_burst.plugin.local_layers import (  # noqa: E402
+    _FUSED_NORMS,
     LocalHybridStack,
     SequenceParallelNorm,
     local_stack_spec,
@@ -96,25 +97,16 @@ def test_the_local_stack_has_no_layer_of_transformer_engine() -> None:
     assert found == set()
 
 
-# Where TransformerEngine's stack keeps the norms that stand alone in the local one.
-FUSED = {
-    "mamba_layer": ("norm", "mixer.in_proj.layer_norm_"),
-    "gdn_layer": ("input_layernorm", "self_attention.in_proj.layer_norm_"),
-    "attention_layer": ("input_layernorm", "self_attention.linear_qkv.layer_norm_"),
-    "mlp_layer": ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_"),
-}
-
-
-@pytest.mark.parametrize("layer", FUSED)
+@pytest.mark.parametrize("layer", _FUSED_NORMS)
 def test_norms_are_saved_under_the_names_of_transformer_engines_stack(layer: str) -> None:
-    norm, name = FUSED[layer]
+    norm, name = _FUSED_NORMS[layer]
     submodules = getattr(local_stack_spec().submodules, layer).submodules
     assert getattr(submodules, norm) is SequenceParallelNorm
-    assert submodules.sharded_state_dict_keys_map == {f"{norm}.": name}
-    fused = name.removesuffix(".layer_norm_").split(".")
-    linear = getattr(getattr(TES.submodules, layer).submodules, fused[0])
-    linear = linear.keywords["submodules"] if fused[0] == "mlp" else linear.submodules
-    assert getattr(linear, fused[1]) is te.TELayerNormColumnParallelLinear
+    assert submodules.sharded_state_dict_keys_map == {f"{norm}.": f"{name}.layer_norm_"}
+    place, linear = name.split(".")
+    whole = getattr(getattr(TES.submodules, layer).submodules, place)
+    parts = whole.keywords["submodules"] if place == "mlp" else whole.submodules
+    assert getattr(parts, linear) is te.TELayerNormColumnParallelLinear
 
 
 @pytest.mark.parametrize(
