@@ -60,7 +60,7 @@ def refuse_mixture(args: argparse.Namespace) -> None:
     if not args.save or (is_same and not args.finetune) or args.skip_train:
         return
     directory = Path(args.save)
-    saved = _saved(directory, None)
+    saved = _saved(directory)
     if args.ckpt_convert_format or all(_what_is_missing(directory / x, False) for x in saved):
         return
     first, last = (int(name.removeprefix("iter_")) for name in (saved[-1], saved[0]))
@@ -81,7 +81,7 @@ def refuse_nothing(args: argparse.Namespace) -> None:
     if not why or not args.load or "://" in args.load or args.pretrained_checkpoint:
         return
     record = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
-    if not record.is_file() and not _saved(record.parent, None):
+    if not record.is_file() and not _saved(record.parent):
         raise ValueError(f"{why}: --load {args.load} holds no checkpoint: name the folder of one")
 
 
@@ -150,13 +150,13 @@ class CompleteOnly:
         if self._step and self._load and file.parent == Path(self._load):
             return [f"iter_{self._step:07d}"], []
         if not file.is_file():
-            return _saved(file.parent, None), [f"{file} does not exist"]
+            return _saved(file.parent), [f"{file} does not exist"]
         text = file.read_bytes().decode(errors="backslashreplace").strip()
         if text == RELEASE:
             return [RELEASE], []
         if re.fullmatch("[0-9]{1,15}", text):
             return _saved(file.parent, int(text)), []
-        return _saved(file.parent, None), [f"{file} is truncated: it holds {text[:99]!r}"]
+        return _saved(file.parent), [f"{file} is truncated: it holds {text[:99]!r}"]
 
     def around_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's `_load_base_checkpoint`, which starts anew wherever there is no record."""
@@ -177,7 +177,7 @@ class CompleteOnly:
         """Megatron's `checkpoint_exists`, by which --pretrained-checkpoint goes before --load."""
 
         def exists_here(path: Any) -> bool:
-            is_there = path is not None and any(_of_all_ranks(bool(_saved(Path(path), None))))
+            is_there = path is not None and any(_of_all_ranks(bool(_saved(Path(path)))))
             return exists(path) or (is_there and self._unrecorded(path) is not None)
 
         return exists_here
@@ -195,7 +195,7 @@ def _warn_once(text: str) -> None:  # Megatron asks more than once
     logger.warning("%s", text)
 
 
-def _saved(directory: Path, recorded: int | None) -> list[str]:
+def _saved(directory: Path, recorded: int | None = None) -> list[str]:
     """The folder of the recorded iteration, then those before it, from the newest on."""
     paths = directory.iterdir() if directory.is_dir() else ()
     names = (re.fullmatch("iter_([0-9]{7,15})", path.name) for path in paths)
