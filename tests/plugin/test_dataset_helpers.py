@@ -126,6 +126,7 @@ def test_one_rank_of_each_node_compiles_in_turn_and_all_end_with_the_reason(
         return "trains"
 
     monkeypatch.setattr(dataset_helpers, "make", compiles)
+    monkeypatch.setattr("importlib.invalidate_caches", lambda: None)  # no two threads may at once
     local_rank = SimpleNamespace(get=lambda *_: str(here.rank % 2))
     monkeypatch.setattr(dataset_helpers, "os", SimpleNamespace(environ=local_rank))
     for name, value in (
