@@ -3,7 +3,6 @@
 import json
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,34 +57,17 @@ def test_every_byte_that_is_missing_is_noticed(prefix: str) -> None:
     check_data_files(arguments(prefix))
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def replace_by_a_directory(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "No such file or directory": Path.unlink,
-    "Is a directory": replace_by_a_directory,
-    "is truncated": cut,
-}
-
-
-@pytest.mark.parametrize("reason", DAMAGES)
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
-def test_all_broken_files_are_named_at_once(prefix: str, suffix: str, reason: str) -> None:
+def test_all_broken_files_are_named_at_once(prefix: str, suffix: str) -> None:
     other = prefix + "2"
     for end in (".idx", ".bin"):
         shutil.copy(prefix + end, other + end)
     for name in (prefix, other):
-        DAMAGES[reason](Path(name + suffix))
-    text = refusal("1", prefix, "2", other)
-    lines = [line for line in text.splitlines() if reason in line]
-    assert len(lines) == 2
-    assert prefix + suffix in lines[0] and other + suffix in lines[1]
+        Path(name + suffix).unlink()
+    Path(other + suffix).mkdir()
+    _, first, second = refusal("1", prefix, "2", other).splitlines()
+    assert "No such file or directory" in first and prefix + suffix in first
+    assert "Is a directory" in second and other + suffix in second
 
 
 def test_another_format_is_no_index(prefix: str) -> None:
@@ -137,10 +119,8 @@ def with_change(index: Path, field: str, at: int, value: int) -> None:
     [
         ("lengths", 0, -5, "sequence 0 of 3 has -5 tokens at byte 0, and the one before it ends"),
         ("lengths", 0, 4, "sequence 1 of 3 has 0 tokens at byte "),
-        ("lengths", 1, 1, "sequence 2 of 3 has 7 tokens at byte "),
         ("lengths", 2, 6, "is of another file: it says "),
         ("pointers", 0, 8, "sequence 0 of 3 has 5 tokens at byte 8, and the one before it ends at"),
-        ("pointers", 1, 0, "sequence 1 of 3 has 0 tokens at byte 0, and the one before it ends at"),
         ("pointers", 2, -8, "sequence 2 of 3 has 7 tokens at byte -8, and the one before it ends"),
         ("documents", 0, 1, "documents are sequences [1] to [3], and there are 3"),
         ("documents", 1, 3, "document 1 of 3 is sequences 3 to 2"),
