@@ -94,27 +94,20 @@ def test_what_stands_around_a_function_is_not_looked_at(monkeypatch: pytest.Monk
     assert [*attachment_points.differences()] == []
 
 
-def test_a_launcher_ends_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older Megatron: the number says nothing, the names do."""
-    monkeypatch.setattr(launch, "_show_our_log", lambda: None)
-    monkeypatch.setattr(launch.cpu_platform, "cpu_platform_wanted", lambda: False)
-    monkeypatch.setattr(launch, "mend_wheel", lambda: pytest.fail("it goes on"))
-    monkeypatch.delattr("megatron.training.training.get_model")
-    with pytest.raises(SystemExit, match=r"(?s)megatron-core 0.*get_model is missing"):
-        launch.start(own_entry=True)
-
-
 @pytest.mark.parametrize("name", [None, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_a_gpus_memory_without_settings_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str | None
 ) -> None:
+    """And the launcher ends with what an older Megatron misses: the number says nothing."""
     for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     if name:
         monkeypatch.setenv(name, "x:1")
     monkeypatch.setattr(launch, "_show_our_log", lambda: None)
     monkeypatch.setattr(launch.cpu_platform, "cpu_platform_wanted", lambda: False)
+    monkeypatch.setattr(launch, "mend_wheel", lambda: pytest.fail("it goes on"))
     monkeypatch.delattr("megatron.training.training.get_model")
-    with caplog.at_level("INFO", "megatron_burst"), pytest.raises(SystemExit):
+    missing = pytest.raises(SystemExit, match=r"(?s)megatron-core 0.*get_model is missing")
+    with caplog.at_level("INFO", "megatron_burst"), missing:
         launch.start(own_entry=True)
     assert ("expandable_segments:True" in caplog.text) == (name is None)
