@@ -68,12 +68,15 @@ def positive(sizes: Mapping[str, float | None]) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlagConfig:
-    """Settings whose fields are flags: a string becomes a member of its enum, auto no size."""
+    """Settings whose fields are flags: a string becomes a member of its enum, auto no size.
+
+    Sizes and times have to be positive.
+    """
 
     prefix: ClassVar[str] = "--burst-"
 
     def __post_init__(self) -> None:
-        unknown = list[str]()
+        unknown, numbers = list[str](), dict[str, float | None]()
         for spec in dataclasses.fields(self):
             value, known = getattr(self, spec.name), {str(each): each for each in members(spec)}
             if spec.metadata.get("type") is size_or_auto and value == "auto":
@@ -83,7 +86,9 @@ class FlagConfig:
             elif known:
                 text = f"{flag_name(self, spec)} {value} is unknown; this version has: "
                 unknown.append(text + ", ".join(known))
-        refuse(unknown or self.wrong())
+            elif spec.type in (int | None, float):  # a share is float | None
+                numbers[flag_name(self, spec)] = value
+        refuse(unknown or [*positive(numbers), *self.wrong()])
 
     def wrong(self) -> Iterator[str]:
         """Yield what is wrong with known values."""
@@ -203,19 +208,11 @@ class BurstConfig(FlagConfig):
     Megatron: --distributed-timeout-minutes."""
 
     def wrong(self) -> Iterator[str]:
-        """Yield what is out of range, cannot go together, or has no effect."""
-        of_heads = {
-            "--burst-head-parallel-size": self.head_parallel_size,
-            "--burst-head-chunks": self.head_chunks,
-        }
-        others = {
-            "--burst-ranks-per-node": self.ranks_per_node,
-            "--burst-memory-mb": self.memory_mb,
-        }
-        yield from positive({"timeout_seconds": self.timeout_seconds, **others, **of_heads})
-        for name, value in of_heads.items():
+        """Yield what cannot go together, or has no effect."""
+        for name, value in ("parallel-size", self.head_parallel_size), ("chunks", self.head_chunks):
             if self.mla is Mla.LATENT and (value or 1) > 1:
-                yield f"--burst-mla {self.mla}: latents have no heads for {name} {value}: drop one"
+                given = f"--burst-head-{name} {value}"
+                yield f"--burst-mla {self.mla}: latents have no heads for {given}: drop one"
         if self.layout is LayoutName.BALANCED and self.block_mask is not None:
             yield (
                 f"--burst-layout {self.layout} looks at documents alone: drop --burst-block-mask, "
@@ -296,7 +293,7 @@ class LmHeadConfig(FlagConfig):
     not in forward and backward; by default where that takes at most 1024."""
 
     def wrong(self) -> Iterator[str]:
-        """Yield sizes that are not positive, both, or one without the chunked loss."""
+        """Yield both sizes, or one without the chunked loss."""
         sizes = {"--lm-head-chunk-size": self.chunk_size, "--lm-head-memory-mb": self.memory_mb}
         given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
         text = " and ".join(given)
@@ -307,4 +304,3 @@ class LmHeadConfig(FlagConfig):
             )
         if len(given) > 1:
             yield f"{text} both say how large a chunk is: drop one of them"
-        yield from positive(sizes)

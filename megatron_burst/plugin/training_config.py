@@ -1,11 +1,10 @@
 """What a training under Megatron can choose beside attention and loss; see `config`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from megatron_burst.config import FlagConfig, positive, size_or_auto
+from megatron_burst.config import FlagConfig, size_or_auto
 
 Check = StrEnum("Check", "OFF NAN REFERENCE")
 FileChecks = StrEnum("FileChecks", "AUTO ON OFF")
@@ -40,10 +39,6 @@ class MlpConfig(FlagConfig):
     their two products one chunk lives, and the backward computes each again. auto: as many as make
     that no more than the hidden states, with at least 2048 tokens each. It goes with every
     --context-parallel-algo. 1 (the default): Megatron's own."""
-
-    def wrong(self) -> Iterator[str]:
-        """Yield a number that is not positive."""
-        yield from positive({"--mlp-chunks": self.chunks})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
