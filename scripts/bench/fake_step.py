@@ -6,13 +6,14 @@ on a GPU: Triton's kernels and the chunks of heads. What is in the host's memory
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from harness import empty_kernels
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.common.embeddings import rope_utils
@@ -24,7 +25,6 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.attention import preparing
 from megatron_burst.config import LmHeadConfig
 from megatron_burst.kernels import in_triton
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
@@ -36,7 +36,7 @@ from megatron_burst.plugin.hooks.offload import OffloadInputs
 from megatron_burst.plugin.layer_spec import burst_layer_spec
 from megatron_burst.plugin.local_layers import block_spec
 from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
-from megatron_burst.tools.one_rank import EmptyKernel, Silence, context_of
+from megatron_burst.tools.one_rank import Silence, context_of
 
 SAVINGS = "chunked_loss", "offload", "mlp", "head_chunks"  # in the order of the ladder
 HOST = "cuda"  # of tensors in its memory
@@ -81,7 +81,8 @@ def model_of(settings: Settings) -> Any:
     layers = LayerConfig(recompute_offload=has("offload"))
     shared = SharedState(BurstConfig(head_chunks=chunks), layer_config=layers)
     shared.contexts = _Silent(shared.config, layers, None, shared.masks)
-    shared.contexts.context = _context(settings, shared.config)
+    silence = shared.config, Silence(settings.ranks)
+    shared.contexts.context = context_of(settings.ranks // 2, [0] * settings.ranks, *silence)
     spec = burst_layer_spec(get_gpt_layer_local_spec(normalization="RMSNorm"), shared)
     model = GPTModel(
         config,
@@ -191,49 +192,31 @@ class _Silent(Contexts):
         return self.context
 
 
-def _context(settings: Settings, config: BurstConfig) -> BurstContext:
-    rank = settings.ranks // 2
-    return context_of(rank, [0] * settings.ranks, config, Silence(settings.ranks))
-
-
-class _AllIsDone:
-    """A stream, its context and an event."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def wait_stream(self, _: object) -> None:
-        pass
-
-    wait_event = wait_stream
-
-    def record_event(self) -> None:
-        pass
-
-
 @contextmanager
 def without_a_gpu(host: str) -> Iterator[None]:
     """Replace what asks for a GPU; what would be pinned is on the device `host`."""
-    random, done = tensor_parallel.random, _AllIsDone()
-    make, empty = torch.tensor, torch.empty
+    done = mock.MagicMock()  # a stream, its context and an event
+    make, empty, random = torch.tensor, torch.empty, tensor_parallel.random
     pinned = {"device": host}
-    with ExitStack() as patches:
-        _put(patches, torch.cuda, current_device=lambda: torch.device("cpu"))
-        _put(patches, torch.cuda, manual_seed=lambda _: None, Stream=lambda _: done)
-        _put(patches, torch.cuda, stream=lambda _: done, current_stream=lambda _=None: done)
-        _put(
-            patches,
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: torch.device("cpu"),
+            manual_seed=lambda _: None,
+            Stream=lambda _: done,
+            stream=lambda _: done,
+            current_stream=lambda _=None: done,
+        ),
+        mock.patch.multiple(
             torch,
             tensor=lambda *given, pin_memory=False, **named: make(*given, **named),
             empty=lambda *a, pin_memory=0, **k: empty(*a, **k | (pinned if pin_memory else {})),
-        )
-        _put(patches, Tensor, cuda=lambda x, *_, **__: x)
-        _put(patches, random.CudaRNGStatesTracker, fork=lambda *_: nullcontext())
-        _put(patches, random, _get_cuda_rng_state=lambda *_, **__: None)
-        _put(patches, random, _set_cuda_rng_state=lambda *_, **__: None)
+        ),
+        mock.patch.object(Tensor, "cuda", lambda x, *_, **__: x),
+        mock.patch.object(random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
+        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: None),
+        mock.patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None),
+    ):
         yield
 
 
@@ -242,26 +225,22 @@ def as_on_a_gpu(settings: Settings) -> Iterator[None]:
     """Replace what asks for a device, or for the other ranks."""
     world = settings.ranks * settings.tensor
     dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
-    with ExitStack() as patches:
-        patches.callback(dist.destroy_process_group)
+    try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tensor,
             context_parallel_size=settings.ranks,
             create_gloo_process_groups=False,
         )
-        patches.callback(parallel_state.destroy_model_parallel)
-        patches.enter_context(torch._dynamo.config.patch(disable=True))
-        patches.enter_context(without_a_gpu(HOST))
-        _put(patches, Tensor, __bool__=lambda _: False)
-        _put(patches, preparing, select_kernel=lambda *_: EmptyKernel())
-        _put(patches, preparing, log_choice=lambda *_: None)
-        _put(patches, in_triton, why_plain=lambda *_: "")
-        _put(patches, fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back)
-        if settings.fused:
-            _put(patches, rope_utils, fused_apply_rotary_pos_emb=_rotated)
-        yield
-
-
-def _put(patches: ExitStack, where: Any, **names: Any) -> None:
-    for name, value in names.items():
-        patches.enter_context(mock.patch.object(where, name, value))
+        with (
+            torch._dynamo.config.patch(disable=True),
+            without_a_gpu(HOST),
+            mock.patch.object(Tensor, "__bool__", lambda _: False),
+            empty_kernels(),
+            mock.patch.object(in_triton, "why_plain", lambda *_: ""),
+            mock.patch.multiple(fused_bias_swiglu, swiglu=_swiglu, swiglu_back=_swiglu_back),
+            mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb", _rotated),
+        ):
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -16,14 +16,18 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
+from megatron_burst.attention import preparing
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.hardware import commit, cpu_model
+from megatron_burst.tools.one_rank import EmptyKernel
 from megatron_burst.transport.nccl import loaded
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -80,6 +84,12 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Return the columns that say how long repetitions took."""
     q1, middle, q3 = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
     return {"median_s": middle, "q1_s": q1, "q3_s": q3, "least_s": min(seconds)}
+
+
+def empty_kernels() -> AbstractContextManager[Any]:
+    """Have attention call a kernel whose results have no values, and log no choice."""
+    stand_ins = {"select_kernel": lambda *_: EmptyKernel(), "log_choice": lambda *_: None}
+    return mock.patch.multiple(preparing, **stand_ins)
 
 
 def seconds(

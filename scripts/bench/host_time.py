@@ -14,14 +14,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from harness import Flags, in_turns, origin, publish, seconds, table
+from harness import Flags, empty_kernels, in_turns, origin, publish, seconds, table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_burst import BurstConfig, BurstContext
-from megatron_burst.attention import preparing
+from megatron_burst import BurstConfig
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.topology import choose_grid
-from megatron_burst.tools.one_rank import EmptyKernel, OneRank, Sizes
+from megatron_burst.tools.one_rank import OneRank, Sizes, context_of
 from megatron_burst.transport.comm import Communicator
 from megatron_burst.transport.groups import members_of_channels
 
@@ -42,21 +41,17 @@ def one_rank(ranks: int, backward: str) -> Iterator[OneRank]:
     """The rank in the middle, of a group in which nothing is sent."""
     rank = ranks // 2
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    chosen, log = preparing.select_kernel, preparing.log_choice
-    preparing.select_kernel = lambda *_: EmptyKernel()  # type: ignore[assignment]
-    preparing.log_choice = lambda *_: None
     try:
         nodes = [number // NODE for number in range(ranks)]
         config = BurstConfig(backward=backward, topology="flat" if ranks <= NODE else "double")
         grid, _ = choose_grid(config.shape_of_rings, nodes)
-        world, apart = dist.group.WORLD, head_groups(nodes, 1)
-        wanted = members_of_channels(grid, apart)
+        wanted = members_of_channels(grid, head_groups(nodes, 1))
         channels = {channel: dist.new_group(list(range(ranks))) for channel in wanted}
         carried = Communicator(range(ranks), channels, 60.0)
-        context = BurstContext(config, world, grid, nodes, carried, apart)
-        yield OneRank(context, SIZES.draw("cpu", torch.float32))
+        with empty_kernels():
+            context = context_of(rank, nodes, config, carried)
+            yield OneRank(context, SIZES.draw("cpu", torch.float32))
     finally:
-        preparing.select_kernel, preparing.log_choice = chosen, log
         dist.destroy_process_group()
 
 
