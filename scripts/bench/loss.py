@@ -21,13 +21,13 @@ from unittest import mock
 
 import harness
 import torch
-import torch.nn.functional as F
 from harness import Row
 from torch import Tensor
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
 from megatron_burst.loss.chunk_size import Sizes, within
+from megatron_burst.tools.gpu_check.loss import all_logits, draw_inputs
 from megatron_burst.tools.live_bytes import LiveBytes
 
 ALL_LOGITS, ONCE, TWICE, LIGER = "all logits", "once", "twice", "Liger's algorithm"
@@ -51,10 +51,6 @@ DEFAULTS: Mapping[str, Row] = {
     }
     for name, hidden, dtype in (("cpu", 64, "float32"), ("cuda", 4096, "bfloat16"))
 }
-
-
-def all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
 
 class GradientsInForward(torch.autograd.Function):
@@ -108,22 +104,13 @@ def ways(args: argparse.Namespace, shape: Shape) -> dict[str, Way]:
     return ways
 
 
-def make_inputs(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw hidden states and a weight whose logits have a standard deviation of 2, and targets."""
-    torch.manual_seed(0)
-    hidden = torch.randn(shape.tokens, shape.hidden, device=device)
-    weight = torch.randn(shape.vocabulary, shape.hidden, device=device) * 2 / shape.hidden**0.5
-    targets = torch.randint(0, shape.vocabulary, (shape.tokens,), device=device)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
-
-
 def time_rows(args: argparse.Namespace) -> list[Row]:
     """Measure all ways at all shapes."""
     rows: list[Row] = []
     for shape in args.shapes:
-        inputs = make_inputs(shape, args.device, getattr(torch, args.dtype))
+        inputs = draw_inputs(args.device, getattr(torch, args.dtype), *shape)
 
-        def once(way: Way, inputs: Any = inputs) -> float:
+        def once(way: Way, inputs: Sequence[Tensor] = inputs) -> float:
             inputs[0].grad = inputs[1].grad = None
             return harness.seconds(lambda: way(*inputs).backward(), args.device)
 
@@ -144,7 +131,7 @@ def counted_peak(way: Way, shape: Shape) -> int:
 
     At the largest moment of all logits there are no gradients yet, so they take more than this.
     """
-    inputs = make_inputs(shape, "meta", torch.bfloat16)
+    inputs = draw_inputs("meta", torch.bfloat16, *shape)
     # What asks the device how it multiplies gets the answer of an older GPU.
     older = mock.patch.object(products, "best_way", lambda *_: products.rounded_parts)
     with older, LiveBytes(inputs) as live:

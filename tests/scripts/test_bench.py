@@ -111,7 +111,7 @@ def test_ways_of_the_loss_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     args, shape = SimpleNamespace(device="cpu", dtype="float32"), loss.Shape(50, 40, 8)
     found = {}
     for name, way in loss.ways(args, shape).items():
-        inputs = loss.make_inputs(shape, "cpu", torch.float32)
+        inputs = loss.draw_inputs("cpu", torch.float32, *shape)
         made = way(*inputs)
         (made / 3).backward()
         found[name] = made.detach(), inputs[0].grad, inputs[1].grad

@@ -174,7 +174,7 @@ def other_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **_: loss._all_logits(*args)
+    return lambda *args, **_: loss.all_logits(*args, reduction="none")
 
 
 def rounded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_burst.kernels.dtypes import accumulation_dtype
 from megatron_burst.loss.function import linear_cross_entropy
 from megatron_burst.tools.gpu_check.stage import DTYPE, Check, Device, at_most, relative_error
 from megatron_burst.tools.one_rank import drawing
@@ -16,6 +17,7 @@ _ERROR = 1e-2  # of the norm, in bfloat16
 _SLOWER = 1.25  # than all logits at once: backward makes the logits again
 _TOKEN_BYTES = 32  # that a token may take beside the limit
 
+type _Tensors = tuple[Tensor, Tensor, Tensor]  # hidden states, weight, targets
 type _Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -24,10 +26,10 @@ def check(device: Device) -> Iterator[Check]:
     yield from _numbers(device)
     shape = (8192, 131072, 4096) if device.is_gpu else (256, 2048, 32)
     limit = 6144 if device.is_gpu else 1
-    tensors = inputs(device, *shape)
+    tensors = draw_inputs(device.device, DTYPE, *shape)
     chunked = partial(linear_cross_entropy, memory_mb=limit)
     once = partial(chunked, reduction="mean")
-    costs = [_cost(device, way, tensors) for way in (chunked, _all_logits, once)]
+    costs = [_cost(device, way, tensors) for way in (chunked, all_logits, once)]
     seconds, peaks = zip(*costs, strict=True)
     allowed = limit + _TOKEN_BYTES * shape[0] / 2**20
     gradients = sum(x.nbytes for x in tensors[:2]) / 2**20
@@ -41,21 +43,22 @@ def check(device: Device) -> Iterator[Check]:
 
 def _numbers(device: Device) -> Iterator[Check]:
     shape = (512, 4096, 256) if device.is_gpu else (64, 256, 32)
-    hidden, weight, targets = inputs(device, *shape)
+    hidden, weight, targets = draw_inputs(device.device, DTYPE, *shape)
     targets[::7] = -100
     exact, wide = (x.detach().double().requires_grad_() for x in (hidden, weight))
     for how, more in {"none": "", "mean": ", of logits made once"}.items():
         chunked = partial(linear_cross_entropy, chunk_size=48, reduction=how)
         actual = _losses_and_gradients(chunked, hidden, weight, targets)
-        all_logits = partial(_all_logits, reduction=how)
-        right = _losses_and_gradients(all_logits, exact, wide, targets)
+        at_once = partial(all_logits, reduction=how)
+        right = _losses_and_gradients(at_once, exact, wide, targets)
         for name, *both in zip(("losses", "dhidden", "dweight"), actual, right, strict=True):
             yield at_most(f"error of {name}{more}", relative_error(*both), _ERROR)
 
 
-def _all_logits(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "none") -> Tensor:
+def all_logits(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the loss of all logits at once, in float32 or better."""
     logits = F.linear(hidden, weight)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits.to(accumulation_dtype(logits.dtype))
     return F.cross_entropy(logits, targets, reduction=reduction)
 
 
@@ -68,15 +71,17 @@ def _losses_and_gradients(
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), scale)
 
 
-def inputs(device: Device, tokens: int, vocabulary: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw_inputs(
+    device: str | torch.device, dtype: torch.dtype, tokens: int, vocabulary: int, dim: int
+) -> _Tensors:
     """Draw states and a weight whose logits have a standard deviation of 2, and targets."""
-    draw = drawing(device.device, torch.float32)
+    draw = drawing(device, torch.float32)
     hidden, weight = draw(tokens, dim), draw(vocabulary, dim) * 2 / dim**0.5
-    targets = torch.arange(tokens, device=device.device) * 7919 % vocabulary
-    return hidden.to(DTYPE).requires_grad_(), weight.to(DTYPE).requires_grad_(), targets
+    targets = torch.arange(tokens, device=device) * 7919 % vocabulary
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def _cost(device: Device, way: _Way, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[float, int]:
+def _cost(device: Device, way: _Way, tensors: _Tensors) -> tuple[float, int]:
     """Return the seconds and the peak of a forward and a backward."""
 
     def both() -> None:
