@@ -39,26 +39,31 @@ type Row = Mapping[str, Any]
 
 
 class Flags(argparse.ArgumentParser):
-    """A parser whose help is a benchmark's docstring, with the flags that all have."""
+    """A parser whose help is a benchmark's docstring, with the flags that all have.
 
-    def __init__(self, doc: str | None) -> None:
+    Where there are defaults of devices, --device chooses one.
+    """
+
+    def __init__(self, doc: str | None, of_devices: Mapping[str, Row] | None = None) -> None:
         how = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=how, allow_abbrev=False)
+        self._of_devices = of_devices or {"cpu": {}}
+        self.set_defaults(device="cpu")
+        if of_devices:
+            self.add_argument("--device", choices=[*of_devices])
         self.add_argument("--output", type=Path, help="the page; its CSV goes beside it")
         self.add_argument("--repetitions", type=int, default=5)
         self.add_argument("--force", action="store_true", help="measure under load too")
 
-    def read(
-        self, given: Sequence[str] | None = None, defaults: Mapping[str, Row] | None = None
-    ) -> argparse.Namespace:
-        """Parse; what is not given has its device's default, and no number is below 1."""
-        args = self.parse_args(given, argparse.Namespace(device="cpu"))
-        for name, value in (defaults or {}).get(args.device, {}).items():
+    def read(self, given: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse; what is not given has its device's default, and all numbers are positive."""
+        args = self.parse_args(given)
+        for name, value in self._of_devices[args.device].items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
         for value in vars(args).values():
             numbers = value if isinstance(value, list) else [value]
-            if any(type(number) is int and number < 1 for number in numbers):
+            if any(type(number) in (int, float) and number <= 0 for number in numbers):
                 self.error("all numbers must be positive")
         return args
 

@@ -202,16 +202,15 @@ logits are computed once more; with Megatron's `main_grad` there is no such sum.
 
 
 def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
-    made = harness.Flags(__doc__)
+    made = harness.Flags(__doc__, DEFAULTS)
     add = made.add_argument
-    add("--device", default="cpu", choices=[*DEFAULTS])
     add("--shapes", type=_shape, nargs="+", metavar="TOKENSxVOCABULARYxHIDDEN", help="to time")
     add("--dtype", choices=["float32", "bfloat16", "float16"])
     add("--memory-mb", type=int, default=512, help="as --lm-head-memory-mb")
     add("--hidden", type=int, default=4096, help="of the tables of memory")
     add("--vocabularies", type=int, nargs="+", default=[32768, 131072, 262144])
     add("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-    return made.read(given, DEFAULTS)
+    return made.read(given)
 
 
 def _shape(text: str) -> Shape:

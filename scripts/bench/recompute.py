@@ -132,12 +132,11 @@ events, median of {repetitions} repetitions in turns.
 
 
 def flags(given: Sequence[str] | None = None) -> argparse.Namespace:
-    made = Flags(__doc__)
-    made.add_argument("--device", default="cpu", choices=[*DEFAULTS])
+    made = Flags(__doc__, DEFAULTS)
     made.add_argument("--dtype", choices=["float32", "bfloat16"])
     for name in ("layers", "tokens", "hidden", "heads"):
         made.add_argument(f"--{name}", type=int)
-    return made.read(given, DEFAULTS)
+    return made.read(given)
 
 
 def main() -> None:
