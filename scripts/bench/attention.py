@@ -110,32 +110,23 @@ def bounds(tokens: int, mean: int) -> list[int]:
     return [0, *ends[ends < tokens].tolist(), tokens]
 
 
-def measure_paced(
-    args: argparse.Namespace, place: Place, number: int
-) -> tuple[dict[Case, Measured], float]:
-    """Measure, with emulated kernels if that is asked for."""
-    with paced(1e9 * args.gflops) if args.gflops else nullcontext():
-        return measure(args, place, number)
-
-
 def measure(
     args: argparse.Namespace, place: Place, number: int = 0
 ) -> tuple[dict[Case, Measured], float]:
     """Measure all cases on these ranks; return them, and of the last rank the rate of a message."""
     sizes = [Sizes(tokens, *h, args.head_dim) for tokens, h in product(args.tokens, args.heads)]
     names = [n for n in args.algorithms if any(runs_here(n, place, one) for one in sizes)]
-    names_of_all = [name for name in names if name != DEFAULT]
-    contexts = {name: make_context(name, place, kernel=args.kernel) for name in names_of_all}
     measured = {}
-    for case in (Case(mask, one) for one, mask in product(sizes, args.masks)):
-        if DEFAULT in names:  # it chooses by the shape, as a training does
-            shape = shape_of(case, args.dtype)
-            contexts[DEFAULT] = make_context(DEFAULT, place, shape, kernel=args.kernel)
-        if dist.get_rank() == 0:
-            harness.progress(
-                f"{place}, {case.sizes}, {case.mask}: launch {number + 1}/{args.launches}"
-            )
-        measured[case] = measure_case(args, place, case, contexts, number)
+    with paced(1e9 * args.gflops) if args.gflops else nullcontext():
+        contexts = {n: make_context(n, place, kernel=args.kernel) for n in names if n != DEFAULT}
+        for case in (Case(mask, one) for one, mask in product(sizes, args.masks)):
+            if DEFAULT in names:  # it chooses by the shape, as a training does
+                shape = shape_of(case, args.dtype)
+                contexts[DEFAULT] = make_context(DEFAULT, place, shape, kernel=args.kernel)
+            if dist.get_rank() == 0:
+                launches = f"launch {number + 1}/{args.launches}"
+                harness.progress(f"{place}, {case.sizes}, {case.mask}: {launches}")
+            measured[case] = measure_case(args, place, case, contexts, number)
     return measured, median(message_rate() for _ in range(3)) if args.mbit else math.nan
 
 
@@ -205,7 +196,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
         with links if args.mbit else nullcontext() as cluster:
             names = [cluster.namespace(rank) for rank in cluster.ranks] if cluster else ()
             launches = [
-                launch(measure_paced, place.ranks, args, place, number, namespaces=names)[-1]
+                launch(measure, place.ranks, args, place, number, namespaces=names)[-1]
                 for number in range(args.launches)
             ]
         yield from make_rows(args, place, mbit, launches)
