@@ -12,7 +12,7 @@ kept in --runs, so an interrupted series goes on. No time is measured, so the ma
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import batched, combinations
 from pathlib import Path
 from statistics import fmean
 
@@ -39,10 +39,12 @@ all pairs):
 
 {{pairs}}
 
-**{{verdict}}**
+**The difference between algorithms is {{verdict}} the difference between seeds.**
 """
 
-type Curves = Mapping[tuple[str, int], runlog.Series]
+type Run = tuple[str, int]  # a variant and a seed
+type Curves = dict[Run, runlog.Series]
+type Ends = Mapping[Run, Mapping[str, float]]  # of each run both losses, in nats
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -56,16 +58,18 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.steps % EVERY or args.steps < LAST:
         parser.error(f"--steps {args.steps} is no multiple of {EVERY} of at least {LAST}")
     start = origin(args.device)
-    training: dict[tuple[str, int], runlog.Series] = {}
-    validation: dict[tuple[str, int], runlog.Series] = {}
+    training: Curves = {}
+    validation: Curves = {}
     for seed in args.seeds:
         for name, folder in trained(args.runs / str(seed), args.steps, seed).items():
             scalars = runlog.read_scalars(folder / "tensorboard")
             training[name, seed] = scalars[runlog.LOSS]
             validation[name, seed] = scalars[VALIDATION]
     ends = {key: end(training[key], validation[key]) for key in training}
-    words = {"losses": _runs(ends), "pairs": _pairs(ends), "verdict": _verdict(ends)}
-    publish(args, "convergence", PAGE, [*_rows(training, validation)], start, **words)
+    pairs = {kind: apart(ends, kind) for kind in ("training", "validation")}
+    verdict = "below" if all(a < b for a, b in pairs.values()) else "NOT below"
+    words = {"losses": _runs(ends), "pairs": _pairs(pairs), "verdict": verdict}
+    publish(args, "convergence", PAGE, _rows(training, validation), start, **words)
     return 0
 
 
@@ -89,7 +93,7 @@ def end(training: runlog.Series, validation: runlog.Series) -> dict[str, float]:
     return {"training": mean, "validation": validation[-1][1]}
 
 
-def apart(ends: Mapping[tuple[str, int], Mapping[str, float]], kind: str) -> tuple[float, float]:
+def apart(ends: Ends, kind: str) -> tuple[float, float]:
     """Return the largest difference between algorithms of one seed, and between seeds of one."""
     algorithms = seeds = 0.0
     for (a, b), (c, d) in combinations(ends, 2):
@@ -101,7 +105,7 @@ def apart(ends: Mapping[tuple[str, int], Mapping[str, float]], kind: str) -> tup
     return algorithms, seeds
 
 
-def _runs(ends: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
+def _runs(ends: Ends) -> str:
     lines = (
         [name, str(seed), f"{losses['training']:.5f}", f"{losses['validation']:.5f}"]
         for (name, seed), losses in ends.items()
@@ -109,25 +113,16 @@ def _runs(ends: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
     return table(["run", "seed", "training loss", "validation loss"], lines)
 
 
-def _pairs(ends: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
-    lines = (
-        [kind, *(f"{x:.1e}" for x in apart(ends, kind))] for kind in ("training", "validation")
-    )
+def _pairs(pairs: Mapping[str, tuple[float, float]]) -> str:
+    lines = ([kind, *(f"{x:.1e}" for x in both)] for kind, both in pairs.items())
     return table(["loss", "between algorithms", "between seeds"], lines)
-
-
-def _verdict(ends: Mapping[tuple[str, int], Mapping[str, float]]) -> str:
-    below = all(a < b for a, b in (apart(ends, kind) for kind in ("training", "validation")))
-    word = "below" if below else "NOT below"
-    return f"The difference between algorithms is {word} the difference between seeds."
 
 
 def _rows(training: Curves, validation: Curves) -> list[Row]:
     rows: list[Row] = []
     for (name, seed), series in training.items():
         key = {"run": name, "seed": seed}
-        for first in range(0, len(series), EVERY):
-            part = series[first : first + EVERY]
+        for part in batched(series, EVERY):
             loss = fmean(loss for _, loss in part)
             rows.append(key | {"step": part[-1][0], "loss": "training", "nats": loss})
         for step, loss in validation[name, seed]:
