@@ -22,9 +22,9 @@ from torch import Tensor
 
 from megatron_burst import BurstContext, Mask, ring_attention
 from megatron_burst.config import Backward, GradDtype
-from megatron_burst.kernels import KERNELS, KernelInput
-from megatron_burst.plans.visibility.band import Band
+from megatron_burst.kernels import KERNELS
 from megatron_burst.tools.gpu_check.stage import relative_error
+from megatron_burst.tools.one_rank import OneCall
 
 RESULTS = ("out", "dq", "dk", "dv")
 
@@ -49,9 +49,8 @@ def on_ranks(inputs: Sequence[Tensor], context: BurstContext) -> list[Tensor]:
 def oracle(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return (out, dq, dk, dv) of dense attention in float64."""
     q, k, v, dout = (x.double() for x in inputs)
-    tile, dense = KernelInput(q, k, v, Band.CAUSAL, q.shape[-1] ** -0.5), KERNELS["reference"]
-    out, lse = dense.forward(tile)
-    return out, *dense.backward(tile, dout, out, lse)
+    one = OneCall(KERNELS["reference"], (q, k, v, dout))
+    return one.forward()[0], *one.backward()
 
 
 def errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
