@@ -17,7 +17,7 @@ from tests.workers import Team, WorkerPool
 def test_ranks_that_do_not_end_are_ended() -> None:
     """By SIGTERM, which torchrun passes on to its ranks; they have sessions of their own."""
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit('told to end'));"
-    printed, errors = ranks._finish([sys.executable, "-c", f"{code} time.sleep(60)"], 1.5, {})
+    printed, errors = ranks.finished([sys.executable, "-c", f"{code} time.sleep(60)"], {}, 1.5)
     assert not printed and errors == "told to end\n\nnot at its end after 1.5 s"
 
 
@@ -56,15 +56,15 @@ def test_every_setting_is_tried_and_the_best_is_chosen(
 ) -> None:
     tried = []
 
-    def launch(count: int, words: list[str], settings: dict[str, str]) -> Any:
-        assert count == 8 and words[1:3] == ["cuda", "nccl"]
-        tried.append((*words[3:], *settings.items()))
+    def finished(words: list[str], settings: dict[str, str]) -> Any:
+        assert words[5] == "8" and words[8:10] == ["cuda", "nccl"]
+        tried.append((*words[10:], *settings.items()))
         if settings.get("NCCL_CGA_CLUSTER_SIZE"):
             return "", "cluster refused"
         layer = LAYER | {"layer": 3e-3 if settings == {"NCCL_MAX_CTAS": "8"} else 4e-3}
         return json.dumps(AS_IT_IS | {"layers": {"kv ring, flat": layer}}), ""
 
-    monkeypatch.setattr(ranks, "_launch", launch)
+    monkeypatch.setattr(ranks, "finished", finished)
     checks = {check.name: check for check in ranks.check(node)}
     wanted = [(axis, value) for axis, (_, *some) in ranks._AXES.items() for value in some]
     margins = [(value,) for axis, value in wanted if axis == ranks._MARGIN]
@@ -92,24 +92,24 @@ def test_one_gpu_says_which_nccl_serves_it(node: Device, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     given: list[Any] = []
 
-    def launch(*words: Any) -> tuple[str, str]:
+    def finished(*words: Any) -> tuple[str, str]:
         given.append(words)
         compared = {"results": {"x": {"results": {"a": FOUND}, "problems": []}}}
-        return json.dumps(AS_IT_IS | compared if "nccl" in words[1] else compared), ""
+        return json.dumps(AS_IT_IS | compared if "nccl" in words[0] else compared), ""
 
-    monkeypatch.setattr(ranks, "_launch", launch)
+    monkeypatch.setattr(ranks, "finished", finished)
     why, wrong, settings = ranks.check(replace(node, ranks=4))
     said = "left out: 1 GPU cannot show it, 2.28.9 takes no two ranks on one, 2.30.7 does"
     said += ": LD_PRELOAD its libnccl.so.2"
     assert (why.found, why.passed) == (said, True)
     assert not wrong.passed and wrong.name.startswith("4 ranks over gloo, x: 1 cases")
-    assert given.pop()[1][2] == "gloo" and settings.found.startswith("not timed")
+    assert given.pop()[0][9] == "gloo" and settings.found.startswith("not timed")
     assert ranks.refusal(2, 1, (2, 30, 7)) == ""
     assert ranks.refusal(4, 1, (2, 30, 7)) == "NCCL 2.30.7 takes two ranks on a GPU"
     monkeypatch.setattr(ranks, "loaded", lambda: (2, 31, 1))
     *_, settings = ranks.check(replace(node, ranks=2))
-    ((_, words, environment),) = given
-    assert words[2] == "nccl" and settings.found.startswith("not timed")
+    ((words, environment),) = given
+    assert words[9] == "nccl" and settings.found.startswith("not timed")
     assert environment == {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
 
 

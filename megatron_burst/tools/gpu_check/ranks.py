@@ -40,12 +40,13 @@ def check(device: Device) -> Iterator[Check]:
         if why_not:
             yield Check("NCCL", f"left out: {why_not}")
         backend, shared = ("gloo", {}) if why_not else (backend, _SHARING)
-    words = [f"{__package__}.one_of_ranks", device.device.type, backend]
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m".split()
+    module = f"{__package__}.one_of_ranks"
+    command = [sys.executable, *torchrun, module, device.device.type, backend]
 
     def run(name: str, margin: str, settings: Mapping[str, str], *more: str) -> Any:
         device.say(f"{ranks} ranks over {backend}, {name}")
-        answer = _launch(ranks, [*words, margin, *more], {**shared, **settings})
-        return parsed(name, *answer)
+        return parsed(name, *finished([*command, margin, *more], {**shared, **settings}))
 
     measured, failed = run("results and messages", _USUAL, {}, "compare")
     yield from failed
@@ -76,15 +77,10 @@ def refusal(ranks: int, gpus: int, nccl: tuple[int, ...]) -> str:
     return f"NCCL {version} takes two ranks on a GPU" if ranks > 2 * gpus else ""
 
 
-def _launch(
-    ranks: int, words: Sequence[str], settings: Mapping[str, str], limit: float = 300.0
+def finished(
+    command: Sequence[str], settings: Mapping[str, str], limit: float = 300.0
 ) -> tuple[str, str]:
-    """Return what so many ranks of a module print, on stdout and stderr, in so many seconds."""
-    start = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m".split()
-    return _finish([sys.executable, *start, *words], limit, settings)
-
-
-def _finish(command: Sequence[str], limit: float, settings: Mapping[str, str]) -> tuple[str, str]:
+    """Return what torchrun and its ranks print, on stdout and stderr, in so many seconds."""
     pipe, env = subprocess.PIPE, {**os.environ, **settings}
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as running:
         try:
