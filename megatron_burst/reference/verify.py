@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.kv import Latents
-from megatron_burst.config import ZIGZAGS, GradDtype, LayoutName
+from megatron_burst.config import ZIGZAGS, BurstConfig, GradDtype, LayoutName
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.reference.dense import (
     MARGIN,
@@ -80,11 +80,10 @@ def attend_beside_reference(
     and, with True, after the backward.
     """
     spread = spread_of(context, q.shape[1] * context.ranks, layout)
-    margin = MARGIN  # sent in 16 bits a gradient is rounded at every hop
-    if context.config.grad_dtype is GradDtype.MODEL:
-        margin += context.ranks**0.5
     given = q.detach(), k.detach(), v.detach(), None if sink is None else sink.detach()
-    reference = Reference(spread, visibility, scale, *given, margin)
+    reference = Reference(
+        spread, visibility, scale, *given, margin_of(context.config, context.ranks)
+    )
     # Views: gradients that come from elsewhere are not attention's.
     q, k, v, *sinks = (x.view_as(x) for x in (q, k, v, sink) if x is not None)
     views = dict(zip(("dq", "dk", "dv", "dsink"), (q, k, v, *sinks), strict=False))
@@ -113,6 +112,11 @@ def attend_beside_reference(
         out.register_hook(douts.append)
         torch.autograd.graph.register_multi_grad_hook(list(inputs.values()), check_gradients)
     return out
+
+
+def margin_of(config: BurstConfig, ranks: int) -> float:
+    """Return how many roundings are allowed: sent in 16 bits a gradient is rounded at every hop."""
+    return MARGIN + (ranks**0.5 if config.grad_dtype is GradDtype.MODEL else 0.0)
 
 
 def spread_of(context: BurstContext, tokens: int, layout: Layout | None = None) -> Spread:

@@ -20,8 +20,8 @@ from megatron_burst.kernels import Kernel
 from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.schedules.plan import Item, Kind
 from megatron_burst.plans.visibility.interval import Interval
-from megatron_burst.reference.dense import MARGIN, Expected, Reference, Spread
-from megatron_burst.reference.verify import Finding, compare
+from megatron_burst.reference.dense import Expected, Reference, Spread
+from megatron_burst.reference.verify import Finding, compare, margin_of
 from megatron_burst.tools import verify
 from megatron_burst.tools.arguments.verify import MASKS
 from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicator, run_all
@@ -121,8 +121,7 @@ def run(device: torch.device, kernel: str, case: _Case, expected: Any) -> list[F
         jobs.append(partial(_both_passes, one))
     unsharded = (layout.unshard(list(parts), 1) for parts in zip(*run_all(post, jobs), strict=True))
     actual = dict(zip(("out", "lse", "dq", "dk", "dv"), unsharded, strict=True))
-    margin = MARGIN + (ranks**0.5 if config.grad_dtype == "model" else 0.0)
-    right = expected(device, case._replace(setting=""), margin)
+    right = expected(device, case._replace(setting=""), margin_of(config, ranks))
     return compare(right, actual, torch.arange(tokens))
 
 
