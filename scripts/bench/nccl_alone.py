@@ -22,7 +22,7 @@ from megatron_burst.config import BurstConfig
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.plan import Kind, Send
 from megatron_burst.plans.schedules.topology import choose_grid
-from megatron_burst.tools.gpu_check.memory import counted_peaks
+from megatron_burst.tools.gpu_check.memory import counted_layer
 from megatron_burst.tools.gpu_check.stage import DTYPE
 from megatron_burst.tools.one_rank import OneRank, Sizes, context_of, silent_rank
 from megatron_burst.transport import memory
@@ -99,10 +99,7 @@ def measure(
     figures["silent"] = layers(silent_rank(nodes, sizes.draw("cuda", DTYPE), **settings), number)
     one = rank_of(nodes, sizes, settings)
     figures["nccl"] = layers(one, number)
-    forward, backward = counted_peaks(nodes, sizes, **settings)
-    results = sum(x.nbytes for x in one.result or ())
-    beside = sum(x.nbytes for x in one.tensors)
-    return figures | {"counted": (max(forward, results + backward) + beside) / 2**20}
+    return figures | {"counted": counted_layer(one, nodes, sizes, **settings) / 2**20}
 
 
 def main() -> None:

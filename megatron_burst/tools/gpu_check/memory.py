@@ -69,3 +69,10 @@ def counted_peaks(nodes: Sequence[int], sizes: Sizes, **settings: str) -> list[i
     rank.call = replace(rank.call, kernel=EmptyKernel())
     rank.backward()  # as on the device
     return _peaks(Device(torch.device("meta"), Path()), rank)
+
+
+def counted_layer(rank: OneRank, nodes: Sequence[int], sizes: Sizes, **settings: str) -> int:
+    """Count the most bytes of a layer of a rank that has run, with its tensors and results."""
+    forward, backward = counted_peaks(nodes, sizes, **settings)
+    results = sum(x.nbytes for x in rank.result or ())
+    return max(forward, results + backward) + sum(x.nbytes for x in rank.tensors)

@@ -23,7 +23,7 @@ from megatron_burst.kernels import Request, select_kernel
 from megatron_burst.kernels.flash3 import Flash3Kernel
 from megatron_burst.plans.visibility.band import Band
 from megatron_burst.tools import verify
-from megatron_burst.tools.gpu_check.memory import counted_peaks
+from megatron_burst.tools.gpu_check.memory import counted_layer
 from megatron_burst.tools.gpu_check.stage import DTYPE, Device
 from megatron_burst.tools.one_rank import OneCall, OneRank, Sizes, silent_rank
 
@@ -138,9 +138,7 @@ def _layers(
     figures["host"] = (time.perf_counter() - begun) / layers
     device.synchronize()
     figures["layer"] = (time.perf_counter() - begun) / layers
-    forward, backward = counted_peaks(nodes, sizes, **settings)
-    results = sum(x.nbytes for x in rank.result or ())
-    figures["documented"] = max(forward, results + backward) + sum(x.nbytes for x in rank.tensors)
+    figures["documented"] = counted_layer(rank, nodes, sizes, **settings)
     if device.is_gpu:
         figures["reserved"] = torch.cuda.max_memory_reserved()
         figures["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
