@@ -310,7 +310,7 @@ def test_a_device_in_error_ends_no_command(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(Device, "free", lost)
-    monkeypatch.setattr(Device, "once", lost)
+    monkeypatch.setattr(Device, "timed", lost)
     assert run("machine", tmp_path).verdict == "failed"
     monkeypatch.setattr(Device, "synchronize", lost)
     (said,) = run("loss", tmp_path).checks

@@ -30,7 +30,7 @@ def check(device: Device) -> Iterator[Check]:
 def _first_call(device: Device, name: str, kernel: Kernel) -> Iterator[Check]:
     tokens = 896 if device.is_gpu else 64  # a shape that no other stage has
     one = OneCall(kernel, Sizes(tokens, 8, 2, 128).draw(device.device, DTYPE))
-    first, again = (device.once(lambda: (one.forward(), one.backward())) for _ in range(2))
+    first, again = (device.timed(lambda: (one.forward(), one.backward())) for _ in range(2))
     more = f" s, then {again * 1e3:.2f} ms"
     yield device.judged(at_most(f"first call of {name}", first, _LONGEST_FIRST_CALL, more=more))
 

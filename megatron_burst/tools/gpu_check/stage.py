@@ -78,14 +78,6 @@ class Device:
             where = traceback.format_exc(limit=-3).strip()
             yield Check(f"{name}{type(error).__name__}", f"{error}\n{where}", passed=False)
 
-    def once(self, run: Callable[[], object]) -> float:
-        """Return the seconds of one call, with what it compiles."""
-        self.synchronize()
-        begun = time.perf_counter()
-        run()
-        self.synchronize()
-        return time.perf_counter() - begun
-
     def mark(self) -> Any:
         """Return now, on the current stream; see `between`."""
         if not self.is_gpu:
@@ -99,7 +91,7 @@ class Device:
         return begin.elapsed_time(end) / 1e3 if self.is_gpu else end - begin
 
     def timed(self, run: Callable[[], object]) -> float:
-        """Return the seconds that the device takes for a call."""
+        """Return the seconds of one call, of a first one with what the host compiles meanwhile."""
         begin, _, end = self.mark(), run(), self.mark()
         self.synchronize()
         return self.between(begin, end)
