@@ -3,7 +3,6 @@
 The stages that start processes, ranks and training, are slow.
 """
 
-import importlib
 import json
 import sys
 import threading
@@ -50,7 +49,7 @@ from tests.attention.faults import lost_gradient, stale_buffer, swapped_chunk
 
 pytestmark = pytest.mark.usefixtures("little_to_collect")
 
-QUIET = Console(quiet=True)
+QUIET, CPU = Console(quiet=True), Device(torch.device("cpu"), Path())
 IN_PROCESS = [str(number) for number, name in enumerate(STAGES, 1) if number < 8]
 
 
@@ -73,10 +72,10 @@ def test_every_stage_of_one_process_passes(
 
 
 def test_one_ranks_share_is_timed_beside_a_call_of_as_many_flops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Device, "seconds", lambda *_: 1.0)
-    found = [*tiles._rows(Device(torch.device("cpu"), tmp_path), Sizes(64, 4, 2, 32))]
+    found = [*tiles._rows(CPU, Sizes(64, 4, 2, 32))]
     names = ["one call, 192 tokens", "a rank of 8, kv ring", "a rank of 8, query ring"]
     assert [name for name, *_ in found[::2]] == [f"{name}, forward" for name in names]
     assert {speed for _, speed, _ in found[:2]} == {1.0} and found[0][2] > 0
@@ -201,16 +200,14 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_error_fails_its_stage(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_error_fails_its_stage(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, holder, name, make = FAULTS[fault]
     monkeypatch.setattr(rings, "_SETTINGS", {"kv ring": rings._SETTINGS["kv ring"]})
     monkeypatch.setattr(memory, "_RINGS", memory._RINGS[:1])
     monkeypatch.setattr(recompute, "_FRACTIONS", (0.5,))
     monkeypatch.setattr(kernels, "cases", lambda **_: kernels.CORNERS[2:5])
     monkeypatch.setattr(holder, name, make(getattr(holder, name)))
-    result = run(stage, tmp_path)
+    result = run(stage)
     assert result.verdict == "failed" and result.faults
     LEAKED.clear()
 
@@ -224,12 +221,12 @@ def test_waits_are_no_errors_any_more_where_a_rank_failed(monkeypatch: pytest.Mo
     assert modes == ["error", "default"]
 
 
-def run(stage: str, folder: Path) -> Result:
-    return command._run(STAGES.index(stage) + 1, Device(torch.device("cpu"), folder), QUIET)
+def run(stage: str, device: Device = CPU) -> Result:
+    return command._run(STAGES.index(stage) + 1, device, QUIET)
 
 
 def test_ranks_of_one_process_call_kernels_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As flash-attn 4 compiles: of first calls at the same time all fail."""
     whole, calls = CpuKernel.forward, threading.Lock()
@@ -244,19 +241,17 @@ def test_ranks_of_one_process_call_kernels_one_at_a_time(
 
     monkeypatch.setattr(CpuKernel, "forward", forward)
     monkeypatch.setattr(rings, "_SETTINGS", {"kv ring": rings._SETTINGS["kv ring"]})
-    result = run("rings", tmp_path)
+    result = run("rings")
     assert result.verdict == "passed", result.faults
 
 
-def test_what_auto_takes_is_held_against_the_fastest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_auto_takes_is_held_against_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"first": CpuKernel(), "second": CpuKernel()}
     monkeypatch.setattr(Device, "kernels", lambda *_: both)
     monkeypatch.setattr(Device, "judged", lambda _, check: check)
     times = iter([2.0] * 4 + [1.0] * 4)
     monkeypatch.setattr(Device, "seconds", lambda *_: next(times))
-    *rows, last = machine._speeds(Device(torch.device("cpu"), tmp_path))
+    *rows, last = machine._speeds(CPU)
     assert len(rows) == 4 and rows[0].name == "first, 128 tokens, full"
     assert last.found == "0.500 (first beside second)" and not last.passed
 
@@ -276,7 +271,7 @@ def test_a_message_that_nobody_sends_is_named() -> None:
         Post(patience=0.01).take(NOTHING, "receive kv")
 
 
-def test_what_raises_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other cases, kernels and schedules are looked at; a refusal is one of kernels alone."""
     whole = CpuKernel.forward
 
@@ -287,7 +282,7 @@ def test_what_raises_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(CpuKernel, "forward", forward)
     monkeypatch.setattr(kernels, "cases", lambda **_: kernels.CORNERS[2:5])
-    result = run("kernels", tmp_path)
+    result = run("kernels")
     assert [c.name.partition(":")[0] for c in result.faults] == [
         *("cpu, case 1", "cpu, case 2", "cpu, the worst case")
     ]
@@ -299,21 +294,21 @@ def test_what_raises_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(rings, "run", refused)
     monkeypatch.setattr(rings, "_SETTINGS", {"kv ring": {}, "ring": {}})
-    result = run("rings", tmp_path)
+    result = run("rings")
     assert [c.name for c in result.faults] == ["cpu, 4 ranks, kv ring: ValueError"]
     assert [c.found for c in result.checks if "refused" in c.name] == ["cpu: a reason"] * 2
     assert "latents, error of k" in [c.name for c in result.checks]
 
 
-def test_a_device_in_error_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_in_error_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(Device, "free", lost)
     monkeypatch.setattr(Device, "timed", lost)
-    assert run("machine", tmp_path).verdict == "failed"
+    assert run("machine").verdict == "failed"
     monkeypatch.setattr(Device, "synchronize", lost)
-    (said,) = run("loss", tmp_path).checks
+    (said,) = run("loss").checks
     assert said.name == "an earlier stage has left the device in error" and not said.passed
 
 
@@ -326,32 +321,28 @@ def test_losses_that_differ_fail_the_training(
 ) -> None:
     """Nothing is trained: the results are made up."""
     pytest.importorskip("tensorboard")
-    results = importlib.import_module("megatron_burst.tools.compare.results")
+    from megatron_burst.tools.compare import results, running, toy
 
     def made_up(_: Any, variant: Any, *__: Any) -> Any:
         more = apart if "chunked" in variant.name else 0.0
         losses = [(step, 5.0 - step / 20 + more) for step in range(1, 6)]
         return results.Result(name=variant.name, status=results.RAN, losses=losses, steps=5)
 
-    running = importlib.import_module("megatron_burst.tools.compare.running")
-    toy = importlib.import_module("megatron_burst.tools.compare.toy")
     monkeypatch.setattr(running.Series, "run", made_up)
     monkeypatch.setattr(toy, "make_toy", lambda *_: [])
-    assert run("training", tmp_path).verdict == verdict
+    assert run("training", replace(CPU, folder=tmp_path)).verdict == verdict
 
 
-def test_without_megatron_the_training_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_megatron_the_training_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "find_spec", lambda _: None)
-    result = run("training", tmp_path)
+    result = run("training")
     assert result.verdict == "passed" and "pip install" in result.checks[0].found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["ranks", "training"])
 def test_a_stage_of_processes_passes(stage: str, tmp_path: Path) -> None:
-    result = run(stage, tmp_path)
+    result = run(stage, replace(CPU, folder=tmp_path))
     assert result.verdict == "passed", result.faults
 
 
@@ -374,7 +365,7 @@ def test_a_failure_says_what_to_do_and_what_to_report(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_times_are_between_events_and_memory_is_the_allocators(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     event = SimpleNamespace(record=int, synchronize=int, elapsed_time=lambda _: 2.0)
     stand_ins: dict[str, Any] = {
@@ -386,13 +377,13 @@ def test_on_a_gpu_times_are_between_events_and_memory_is_the_allocators(
         stand_ins[name] = lambda *_: None
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    device = Device(torch.device("cuda"), tmp_path)
+    device = Device(torch.device("cuda"), Path())
     assert device.seconds(lambda: None) == 2e-3
     assert device.peak(lambda: None, ()) == 250
     assert device.left_behind(lambda: None) == 0
     failed = at_least("speed", 0.5, 0.8)
     assert device.judged(failed) == failed
-    assert Device(torch.device("cpu"), tmp_path).judged(failed).passed
+    assert CPU.judged(failed).passed
 
 
 def test_without_a_gpu_it_says_how_to_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +394,7 @@ def test_without_a_gpu_it_says_how_to_run_all_the_same(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("records", [False, True])
 def test_memory_of_messages_that_waits_for_nccl_is_noticed(
-    records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, buffers, owned = list[torch.Tensor](), list[bytearray](), list[int]()
 
@@ -429,5 +420,5 @@ def test_memory_of_messages_that_waits_for_nccl_is_noticed(
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
-    message, tensor = memory._while_a_message_lags(Device(torch.device("cpu"), tmp_path))
+    message, tensor = memory._while_a_message_lags(CPU)
     assert message.passed is not records and tensor.found == "waits for it" and tensor.passed
