@@ -5,14 +5,11 @@ Seconds: scripts/bench/host_time.py.
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import host_time
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
-import host_time  # noqa: E402
 
 
 def calls(run: Callable[[], object]) -> int:

@@ -9,41 +9,31 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accuracy
+import all as all_steps
+import attention
+import harness
+import host_time
+import loss
+import nccl_alone
+import paced
 import pytest
 import torch
+from algorithms import Place, Sizes, runs_here, share_of_heads
+
+from megatron_burst import BurstConfig
+from megatron_burst.attention import context as contexts
+from megatron_burst.kernels import KERNELS, KernelInput
+from megatron_burst.plans.visibility.band import Band
+from megatron_burst.tools.one_rank import OneRank, context_of
+from megatron_burst.transport.comm import Communicator, Posted
+from megatron_burst.transport.lowered import Batch
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts" / "docs")]
-
-import accuracy  # noqa: E402
-import all as all_steps  # noqa: E402
-import attention  # noqa: E402
-import harness  # noqa: E402
-import host_time  # noqa: E402
-import loss  # noqa: E402
-import nccl_alone  # noqa: E402
-import paced  # noqa: E402
-from algorithms import Place, Sizes, runs_here, share_of_heads  # noqa: E402
-
-from megatron_burst import BurstConfig  # noqa: E402
-from megatron_burst.attention import context as contexts  # noqa: E402
-from megatron_burst.attention import preparing  # noqa: E402
-from megatron_burst.kernels import KERNELS, KernelInput  # noqa: E402
-from megatron_burst.plans.visibility.band import Band  # noqa: E402
-from megatron_burst.tools.one_rank import EmptyKernel, OneRank, context_of  # noqa: E402
-from megatron_burst.tools.one_rank import Sizes as OneSizes  # noqa: E402
-from megatron_burst.transport.comm import Communicator, Posted  # noqa: E402
-from megatron_burst.transport.lowered import Batch  # noqa: E402
-
 RECORDS = {  # not measured again
-    "scripts/bench/results/cpu_loss_once.md",
-    "scripts/bench/results/cpu_gradient_return.md",
-    "scripts/bench/results/cpu_end_to_end.md",
-    "scripts/bench/results/cpu_tiles.md",
-    *(
-        f"scripts/bench/results/h200_{n}.md"
-        for n in ("first_run", "gpu_check", "loss", "nccl", "recompute")
-    ),
+    f"scripts/bench/results/{name}.md"
+    for name in "cpu_loss_once cpu_gradient_return cpu_end_to_end cpu_tiles h200_first_run "
+    "h200_gpu_check h200_loss h200_nccl h200_recompute".split()
 }
 
 type Rows = list[dict[str, str]]
@@ -403,18 +393,17 @@ def test_what_a_rank_sends_itself_is_as_much_as_arrives(monkeypatch: pytest.Monk
         return Posted(batch, (), (), None)
 
     monkeypatch.setattr(Communicator, "start", start)
-    monkeypatch.setattr(preparing, "select_kernel", lambda *_: EmptyKernel())
-    monkeypatch.setattr(preparing, "log_choice", lambda *_: None)
 
     def passes(ranks: int, settings: Any) -> None:
         config = BurstConfig(**settings)
         nodes = [rank // nccl_alone.NODE for rank in range(ranks)]
         carried = nccl_alone.ToItself([0] * ranks, {}, 1.0)
-        tensors = OneSizes(16, 4, 4, 8).draw("cpu", torch.float32)
+        tensors = Sizes(16, 4, 4, 8).draw("cpu", torch.float32)
         OneRank(context_of(ranks // 2, nodes, config, carried), tensors).backward()
 
-    for ranks, settings, *_ in nccl_alone.RINGS:
-        passes(ranks, settings)
-    assert posted
-    with pytest.raises(ValueError, match="receives .* bytes, sends"):
-        passes(8, {"topology": "mesh"})
+    with harness.empty_kernels():
+        for ranks, settings, *_ in nccl_alone.RINGS:
+            passes(ranks, settings)
+        assert posted
+        with pytest.raises(ValueError, match="receives .* bytes, sends"):
+            passes(8, {"topology": "mesh"})

@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import attention
 import pytest
+import shaped_links as links
 
 from tests.scripts.stand_ins import gone
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
-sys.path.append(str(BENCH))
-
-import attention  # noqa: E402
-import shaped_links as links  # noqa: E402
-
 PAYLOAD_BYTES, ON_THE_WIRE = 2_000_000, 1514 / 1448  # of a frame, with its headers
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 

@@ -1,19 +1,16 @@
 """A reported gpu-check becomes a row of the page, without what names a machine. (fast tier)"""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_checks
+import pages
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-import gpu_checks  # noqa: E402
-import pages  # noqa: E402
-
-from megatron_burst.tools import hardware  # noqa: E402
-from megatron_burst.tools.gpu_check.report import Report, Result  # noqa: E402
-from megatron_burst.tools.gpu_check.stage import Check  # noqa: E402
+from megatron_burst.tools import hardware
+from megatron_burst.tools.gpu_check.report import Report, Result
+from megatron_burst.tools.gpu_check.stage import Check
 
 
 def report(folder: Path) -> dict[str, Any]:
