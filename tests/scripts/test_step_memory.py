@@ -3,16 +3,16 @@
 An 8B-shaped model, a rank of eight, 131072 tokens, in units of its hidden states, 1 GiB.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core.models.gpt")
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 from step_memory import PHASES, SAVINGS, Settings, measure, shares  # noqa: E402
+
+from tests.tier import slow_if  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "recompute.md"
 TABLE = PAGE.read_text().partition("## What lives in a step")[2].splitlines()
@@ -28,7 +28,7 @@ def said(row: int) -> list[str]:
     return [cell.strip("*") for cell in ROWS[row][1 : 1 + len(PHASES)]]
 
 
-@pytest.mark.parametrize("rung", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("rung", slow_if(range(4), range(5)))
 def test_the_peaks_are_those_on_the_page(rung: int) -> None:
     layers = 3 if rung == 4 else 4  # with inputs on the host, one in the middle is as good as two
     assert peaks(layers=layers, savings=frozenset(SAVINGS[:rung])) == said(rung)
@@ -46,19 +46,8 @@ def test_five_million_tokens_on_eight_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", [1, 2, 3])
-def test_the_peaks_of_every_rung(rung: int) -> None:
-    test_the_peaks_are_those_on_the_page(rung)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("rung", "share"), [(0, 1), (2, 0)])
 def test_what_a_layer_more_adds(rung: int, share: int) -> None:
     """Its input, unless that is in the host's memory."""
     found, more = shares(Settings(savings=frozenset(SAVINGS[:rung])))
     assert {*more.values()} == {share * found.settings.x}
-
-
-def test_a_saving_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="no such savings: magic"):
-        measure(Settings(savings=frozenset({"magic"})))
