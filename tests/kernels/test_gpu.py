@@ -3,6 +3,8 @@
 Kernels by themselves, in corners where some were wrong, are a stage of gpu-check.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,16 +34,15 @@ EVERY_KERNEL = pytest.mark.parametrize(
 )
 
 
+def case(kernel: str, chunk: int = 256, heads: tuple[int, int] = (4, 2), **config: Any) -> Case:
+    made = {"kernel": kernel, **config}
+    return Case(config=made, chunk=chunk, heads=heads, dim=DIM, dtype=torch.bfloat16)
+
+
 def cases_of(kernel: str, heads: tuple[int, int], ranks: int, per_node: int) -> list[Case]:
     topology = "double" if per_node < ranks else "flat"
     return [
-        Case(
-            config={**setting, "kernel": kernel, "ranks_per_node": per_node},
-            chunk=512 // ranks,
-            heads=heads,
-            dim=DIM,
-            dtype=torch.bfloat16,
-        )
+        case(kernel, 512 // ranks, heads, ranks_per_node=per_node, **setting)
         for setting in variants((topology,))
         if setting["algorithm"] in ("burst", "allgather") or heads[1] % ranks == 0
     ]
@@ -61,26 +62,6 @@ def test_bfloat16_is_nearly_as_exact_as_one_call_of_the_kernel(
             assert error <= BFLOAT16_OVER_ONE_CALL * one_call[name], (case, name, error, one_call)
 
 
-@EVERY_KERNEL
-def test_the_true_output_and_the_surrogate_serve_alike(workers: WorkerPool, kernel: str) -> None:
-    # The kv ring passes the output itself, the query ring a surrogate.
-    kv, query = (
-        Case(
-            config={"kernel": kernel, "backward": backward},
-            chunk=256,
-            heads=(8, 2),
-            dim=DIM,
-            dtype=torch.bfloat16,
-        )
-        for backward in ("kv", "query")
-    )
-    by_kv, by_query = run_cases(workers, 4, [kv, query], device="cuda")
-    expected = kv.expected(4)
-    with_output, with_surrogate = (errors(a.found, expected) for a in (by_kv, by_query))
-    for name, error in with_surrogate.items():
-        assert error <= 1.1 * with_output[name], (name, error, with_output)
-
-
 def pinned(team: Team) -> list[bool]:
     communicator = team.context(BurstConfig()).communicator
     x = torch.randn(3, 4, device="cuda")
@@ -88,22 +69,14 @@ def pinned(team: Team) -> list[bool]:
     return [wire.device.type == "cpu", wire.is_pinned(), wire.shape == x.shape]
 
 
-@EVERY_KERNEL
-def test_gloo_reaches_cuda_tensors_through_pinned_memory(workers: WorkerPool, kernel: str) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_gloo_reaches_cuda_tensors_through_pinned_memory(workers: WorkerPool) -> None:
     assert workers.run(2, pinned) == [[True] * 3] * 2
 
 
 @EVERY_KERNEL
 def test_results_do_not_depend_on_the_run(workers: WorkerPool, kernel: str) -> None:
-    cases = [
-        Case(
-            config={"kernel": kernel, "backward": backward, "ranks_per_node": 2},
-            chunk=256,
-            dim=DIM,
-            dtype=torch.bfloat16,
-        )
-        for backward in ("kv", "query")
-    ]
+    cases = [case(kernel, backward=ring, ranks_per_node=2) for ring in ("kv", "query")]
     first, second = (run_cases(workers, 4, cases, device="cuda") for _ in range(2))
     for a, b in zip(first, second, strict=True):
         # Their backward adds with atomics, so only the forward is bound to be the same.
