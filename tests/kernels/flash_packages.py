@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,28 +19,38 @@ from torch import Tensor
 from megatron_burst.kernels import KERNELS, KernelInput
 from megatron_burst.plans.visibility.band import Band
 
-SIGNATURES = {
-    "flash2": (
-        "q k v dropout_p softmax_scale causal window_size_left window_size_right softcap "
-        "alibi_slopes return_softmax",
-        "dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal window_size_left "
-        "window_size_right softcap alibi_slopes deterministic rng_state=None",
-    ),
-    "flash3": (
-        "q k v k_new=None v_new=None qv=None out_=None cu_seqlens_q=None cu_seqlens_k=None "
-        "cu_seqlens_k_new=None seqused_q=None seqused_k=None max_seqlen_q=None max_seqlen_k=None "
+SIGNATURES: dict[str, dict[str, str]] = {
+    "flash2": {
+        "_flash_attn_forward": "q k v dropout_p softmax_scale causal window_size_left "
+        "window_size_right softcap alibi_slopes return_softmax",
+        "_flash_attn_backward": "dout q k v out softmax_lse dq dk dv dropout_p softmax_scale "
+        "causal window_size_left window_size_right softcap alibi_slopes deterministic "
+        "rng_state=None",
+        # Of sequences of many lengths.
+        "_flash_attn_varlen_forward": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+        "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 "
+        "alibi_slopes=None return_softmax=False block_table=None leftpad_k=None seqused_k=None "
+        "zero_tensors=False",
+        "_flash_attn_varlen_backward": "dout q k v out softmax_lse dq dk dv cu_seqlens_q "
+        "cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size_left "
+        "window_size_right softcap alibi_slopes deterministic rng_state=None zero_tensors=False",
+    },
+    "flash3": {
+        "_flash_attn_forward": "q k v k_new=None v_new=None qv=None out_=None "
+        "cu_seqlens_q=None cu_seqlens_k=None cu_seqlens_k_new=None seqused_q=None "
+        "seqused_k=None max_seqlen_q=None max_seqlen_k=None "
         "page_table=None kv_batch_idx=None leftpad_k=None rotary_cos=None rotary_sin=None "
         "seqlens_rotary=None q_descale=None k_descale=None v_descale=None softmax_scale=None "
         "causal=False window_size_left=-1 window_size_right=-1 attention_chunk=0 softcap=0.0 "
         "rotary_interleaved=True scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0",
-        "dout q k v out softmax_lse cu_seqlens_q=None cu_seqlens_k=None sequed_q=None "
-        "sequed_k=None max_seqlen_q=None max_seqlen_k=None dq=None dk=None dv=None "
+        "_flash_attn_backward": "dout q k v out softmax_lse cu_seqlens_q=None cu_seqlens_k=None "
+        "sequed_q=None sequed_k=None max_seqlen_q=None max_seqlen_k=None dq=None dk=None dv=None "
         "softmax_scale=None is_causal=False window_size_left=-1 window_size_right=-1 softcap=0.0 "
         "deterministic=False sm_margin=0",
-    ),
-    "flash4": (
-        "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None seqused_q=None seqused_k=None "
-        "max_seqlen_q=None max_seqlen_k=None min_seqlen_k=None page_table=None "
+    },
+    "flash4": {
+        "_flash_attn_fwd": "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None seqused_q=None "
+        "seqused_k=None max_seqlen_q=None max_seqlen_k=None min_seqlen_k=None page_table=None "
         "softmax_scale=None causal=False softcap=None window_size_left=None "
         "window_size_right=None learnable_sink=None tile_mn=None mma_pv_is_rs=None "
         "intra_wg_overlap=None num_threads=384 num_splits=1 pack_gqa=None _arch=None "
@@ -48,30 +58,16 @@ SIGNATURES = {
         "lse=None aux_tensors=None aux_scalars=None q_descale=None k_descale=None v_descale=None "
         "gather_kv_indices=None scheduler_metadata=None seqlen_k_per_split=None "
         "disable_scheduler_metadata=False gather_bwd_recompute_p=False",
-        "q k v out dout lse softmax_scale=None causal=False softcap=0.0 window_size_left=None "
-        "window_size_right=None m_block_size=64 n_block_size=128 num_threads=256 pack_gqa=False "
+        "_flash_attn_bwd": "q k v out dout lse softmax_scale=None causal=False softcap=0.0 "
+        "window_size_left=None window_size_right=None m_block_size=64 n_block_size=128 "
+        "num_threads=256 pack_gqa=False "
         "num_stages_Q=2 num_stages_dO=2 SdP_swapAB=False dKV_swapAB=False dQ_swapAB=False "
         "AtomLayoutMSdP=2 AtomLayoutNdKV=2 AtomLayoutMdQ=2 V_in_regs=False cu_seqlens_q=None "
         "cu_seqlens_k=None seqused_q=None seqused_k=None max_seqlen_q=None max_seqlen_k=None "
         "deterministic=False dq=None dk=None dv=None score_mod=None score_mod_bwd=None "
         "mask_mod=None aux_tensors=None aux_scalars=None block_sparse_tensors=None dlse=None "
         "learnable_sink=None",
-    ),
-}
-NAMES = {
-    "flash2": ("_flash_attn_forward", "_flash_attn_backward"),
-    "flash3": ("_flash_attn_forward", "_flash_attn_backward"),
-    "flash4": ("_flash_attn_fwd", "_flash_attn_bwd"),
-}
-# flash-attn 2 has functions of their own for sequences of many lengths.
-OF_SEVERAL = {
-    "_flash_attn_varlen_forward": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
-    "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 "
-    "alibi_slopes=None return_softmax=False block_table=None leftpad_k=None seqused_k=None "
-    "zero_tensors=False",
-    "_flash_attn_varlen_backward": "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k "
-    "max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size_left window_size_right "
-    "softcap alibi_slopes deterministic rng_state=None zero_tensors=False",
+    },
 }
 # What an adapter has a say in; all else must stay as it is by default, or as flash-attn 2 wants it.
 OURS = frozenset(
@@ -101,31 +97,21 @@ class Modifier:
     kind: str
 
 
-class Utils:
-    """flash_attn.cute.utils."""
-
-    def create_softcap_scoremod(self, cap: float) -> Modifier:
-        return Modifier(cap, "scores")
-
-    def create_softcap_scoremod_bwd(self, cap: float) -> Modifier:
-        return Modifier(cap, "gradients")
-
-
 class StandIn(ModuleType):
     """The module that has a package's functions, which note the arguments of their last call."""
 
     def __init__(self, kernel_name: str) -> None:
         super().__init__(f"stand-in for {kernel_name}")
         self.last: Arguments = {}
-        self.calls, self.utils = 0, Utils()
+        self.calls = 0
+        self.utils = SimpleNamespace(
+            create_softcap_scoremod=lambda cap: Modifier(cap, "scores"),
+            create_softcap_scoremod_bwd=lambda cap: Modifier(cap, "gradients"),
+        )
         self._none = None if kernel_name == "flash4" else -1  # says that a side has no limit
-        both = zip(NAMES[kernel_name], SIGNATURES[kernel_name], strict=True)
-        for (name, text), compute in zip(both, (self._forward, self._backward), strict=True):
+        for name, text in SIGNATURES[kernel_name].items():
+            compute = self._backward if "dout" in text else self._forward
             setattr(self, name, self._bound(signature(text), compute))
-        if kernel_name == "flash2":
-            both = zip(OF_SEVERAL.items(), (self._forward, self._backward), strict=True)
-            for (name, text), compute in both:
-                setattr(self, name, self._bound(signature(text), compute))
 
     def _bound(self, expected: Signature, compute: Callable[[Arguments], Any]) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
