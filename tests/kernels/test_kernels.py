@@ -50,10 +50,10 @@ def reasons(kernel: Kernel, device: str, dtype: torch.dtype) -> list[str]:
     return kernel.reasons_against(Request(torch.device(device), dtype, 4, 4, DIM, DIM))
 
 
-def visible(band: Band, queries: int, keys: int, device: str) -> Tensor:
-    """A tile's mask by the definition of its band."""
-    left, right = (float("inf") if side is None else side for side in (band.left, band.right))
-    rows = [[-left <= key - query <= right for key in range(keys)] for query in range(queries)]
+def visible(band: Band, queries: int, keys: int, device: str, corner: int = 0) -> Tensor:
+    """A tile's mask by the definition of its band, the diagonal from key `corner` on."""
+    left, right = (math.inf if side is None else side for side in (band.left, band.right))
+    rows = [[-left <= k - q - corner <= right for k in range(keys)] for q in range(queries)]
     return torch.tensor(rows, device=device)
 
 
@@ -161,13 +161,8 @@ def packing(lengths: Sequence[tuple[int, int]], device: str, batch: int = 2) -> 
 
 def visible_to_several(band: Band, lengths: Sequence[tuple[int, int]], device: str) -> Tensor:
     """Each tile's queries see keys of the tile alone, counted from its last corner."""
-    left, right = (math.inf if side is None else side for side in (band.left, band.right))
-    tiles = [
-        [[-left <= key - query - keys + queries <= right for key in range(keys)] for query in rows]
-        for queries, keys in lengths
-        for rows in [range(queries)]
-    ]
-    return torch.block_diag(*(torch.tensor(tile, device=device) for tile in tiles)).bool()
+    tiles = (visible(band, queries, keys, device, keys - queries) for queries, keys in lengths)
+    return torch.block_diag(*tiles).bool()
 
 
 @EVERY_KERNEL
@@ -306,10 +301,7 @@ def test_auto_lists_the_reasons_of_every_backend_and_never_takes_the_reference(
         ("cudnn", cpu_request(), "the tensors are on cpu"),
         ("aten_flash", cpu_request(), "not bfloat16 or float16"),
         ("cpu", cpu_request(soft_cap=2.0), "it has no soft cap"),
-        ("cudnn", cpu_request(soft_cap=2.0), "it has no soft cap"),
-        ("cpu", cpu_request(torch.int64), "the dtype is torch.int64"),
         ("cpu", Request(torch.device("meta"), torch.float32, 4, 2, 8, 8), "tensors are on meta"),
-        ("cudnn", cpu_request(dim=136, value_dim=136), "136 is not a multiple of 8 up to"),
         ("aten_flash", cpu_request(dim=260, value_dim=260), "head size 260 is not a multiple"),
     ],
 )
@@ -346,13 +338,9 @@ def test_a_kernel_of_one_head_size_is_padded(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(16, 6), (6, 16)])
 @pytest.mark.parametrize("band", [Band.CAUSAL, Band(7, 0)])
 def test_a_padded_kernel_equals_the_oracle(sizes: tuple[int, int], band: Band) -> None:
-    q, k, v, dout = (draw(32, heads, *CPU, seed) for seed, heads in enumerate((4, 2, 2, 4)))
-    q, k, v, dout = (
-        q[..., : sizes[0]],
-        k[..., : sizes[0]],
-        v[..., : sizes[1]],
-        dout[..., : sizes[1]],
-    )
+    drawn = (draw(32, heads, *CPU, seed) for seed, heads in enumerate((4, 2, 2, 4)))
+    dims = sizes[0], sizes[0], sizes[1], sizes[1]
+    q, k, v, dout = (x[..., :dim] for x, dim in zip(drawn, dims, strict=True))
     tile = KernelInput(q, k, v, band, sizes[0] ** -0.5)
     expected = oracle.attention(q, k, v, dout, visible(band, 32, 32, "cpu"))
     found = compare(PaddedKernel(KERNELS["cpu"], 16), tile, dout, expected)
