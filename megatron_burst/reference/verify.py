@@ -80,20 +80,20 @@ def attend_beside_reference(
     and, with True, after the backward.
     """
     spread = spread_of(context, q.shape[1] * context.ranks, layout)
+    margin = margin_of(context.config, context.ranks)
     given = q.detach(), k.detach(), v.detach(), None if sink is None else sink.detach()
-    reference = Reference(
-        spread, visibility, scale, *given, margin_of(context.config, context.ranks)
-    )
+    reference = Reference(spread, visibility, scale, *given, margin)
     # Views: gradients that come from elsewhere are not attention's.
-    q, k, v, *sinks = (x.view_as(x) for x in (q, k, v, sink) if x is not None)
-    views = dict(zip(("dq", "dk", "dv", "dsink"), (q, k, v, *sinks), strict=False))
+    q, k, v = (x.view_as(x) for x in (q, k, v))
+    views = {"dq": q, "dk": k, "dv": v}
+    if sink is not None:
+        views["dsink"] = sink = sink.view_as(sink)
     if latents is not None:
         views["dlatent"] = latents.latent.view_as(latents.latent)
         latents = replace(latents, latent=views["dlatent"])
     inputs = {n: x for n, x in views.items() if x.requires_grad and torch.is_grad_enabled()}
-    more |= {} if latents is None else {"latents": latents}
-    sink = sinks[0] if sinks else None
-    out, lse = attend(q, k, v, context, sink=sink, layout=layout, return_lse=True, **more)
+    more |= {"sink": sink, "latents": latents, "layout": layout}
+    out, lse = attend(q, k, v, context, return_lse=True, **more)
     actual = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
     take(False, compare(reference.expect(), actual, spread.own))
     douts: list[Tensor] = []
