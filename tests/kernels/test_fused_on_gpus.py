@@ -22,17 +22,10 @@ from tests.counting import Counting
 from tests.kernels.triton_here import compiled, fused, keys_of
 
 BF16, F32, I64 = torch.bfloat16, torch.float32, torch.int64
+MERGED = {"total": F32, "part": BF16, "lse": F32, "part_lse": F32}
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "merge": (
-        fused._merge,
-        {"total": F32, "part": BF16, "lse": F32, "part_lse": F32, "index": None},
-        {},
-    ),
-    "merge a table": (
-        fused._merge,
-        {"total": F32, "part": BF16, "lse": F32, "part_lse": F32, "index": I64},
-        {},
-    ),
+    "merge": (fused._merge, MERGED | {"index": None}, {}),
+    "merge a table": (fused._merge, MERGED | {"index": I64}, {}),
     "add": (fused._add, {"total": F32, "part": BF16, "index": None}, {}),
     "factor": (fused._row_products, {"x": BF16, "y": BF16, "factor": F32}, {"OVER_SQUARES": True}),
     "surrogate": (fused._scale_rows, {"out": BF16, "x": BF16, "factor": F32}, {}),

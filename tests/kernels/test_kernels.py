@@ -66,12 +66,6 @@ def skip_without(kernel: Kernel, device: str, dtype: torch.dtype, **more: Any) -
         pytest.skip("; ".join(against))
 
 
-def skip_bands(
-    kernel: Kernel, device: str, dtype: torch.dtype, band: Band, queries: int, keys: int
-) -> None:
-    skip_without(kernel, device, dtype, is_banded=band.is_banded(queries, keys))
-
-
 def combinations() -> Iterator[object]:
     """Every kernel with every device and dtype; what cannot run is skipped with its reasons.
 
@@ -138,7 +132,7 @@ def test_a_tile_equals_the_oracle(
     queries: int,
     keys: int,
 ) -> None:
-    skip_bands(kernel, device, dtype, band, queries, keys)
+    skip_without(kernel, device, dtype, is_banded=band.is_banded(queries, keys))
     q, dout = (draw(queries, heads[0], device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, heads[1], device, dtype, seed) for seed in (2, 3))
     expected = oracle.attention(q, k, v, dout, visible(band, queries, keys, device))
@@ -198,7 +192,7 @@ def test_several_tiles_in_one_call_equal_the_oracle(
 def test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(
     kernel: Kernel, device: str, dtype: torch.dtype, band: Band, queries: int, keys: int
 ) -> None:
-    skip_bands(kernel, device, dtype, band, queries, keys)
+    skip_without(kernel, device, dtype, is_banded=band.is_banded(queries, keys))
     # The rows also see `others`, a tile computed elsewhere; the gradients of this tile's keys
     # follow from the lse and the out of the whole row.
     others = 16
@@ -220,7 +214,7 @@ def test_a_tile_of_a_longer_row_takes_the_finished_out_and_lse(
 def test_any_out_with_the_same_row_products_serves_the_backward(
     kernel: Kernel, device: str, dtype: torch.dtype, band: Band, queries: int, keys: int
 ) -> None:
-    skip_bands(kernel, device, dtype, band, queries, keys)
+    skip_without(kernel, device, dtype, is_banded=band.is_banded(queries, keys))
     q, dout = (draw(queries, 4, device, dtype, seed) for seed in (0, 1))
     k, v = (draw(keys, 4, device, dtype, seed) for seed in (2, 3))
     tile = KernelInput(q, k, v, band, DIM**-0.5)
