@@ -205,7 +205,7 @@ def test_megatron_accepts_the_commands(detached: None, printed: Printed) -> None
         ({"exp-avg-dtype": "bf16"}, "--exp-avg-dtype bf16 cannot"),
         ({"exp-avg-sq-dtype": "bf16"}, "--exp-avg-sq-dtype bf16 cannot"),
         ({"main-params-dtype": "fp16"}, "--main-params-dtype fp16 cannot"),
-        ({"megatron-fsdp-main-grads-dtype": "fp32"}, "the weights' own alone is"),
+        ({"megatron-fsdp-main-grads-dtype": "fp32"}, "predicted here: auto and bf16 alone"),
         ({"cpu-offloading-num-layers": 4}, "4 cannot be predicted here: what it moves is not"),
         ({"fp4-format": "e2m1"}, "--fp4-format e2m1 cannot"),
         ({"attention-output-gate": True}, "--attention-output-gate True cannot"),

@@ -19,26 +19,16 @@ from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
 
-_UNEVEN = (
-    "account-for-embedding-in-pipeline-split",
-    "account-for-loss-in-pipeline-split",
-    "decoder-first-pipeline-num-layers",
-    "decoder-last-pipeline-num-layers",
-    "pipeline-model-parallel-layout",
-)
+_UNEVEN = "stages of as many layers alone are"
 _REFUSED = {
+    "account-for-embedding-in-pipeline-split": _UNEVEN,
+    "account-for-loss-in-pipeline-split": _UNEVEN,
+    "decoder-first-pipeline-num-layers": _UNEVEN,
+    "decoder-last-pipeline-num-layers": _UNEVEN,
+    "pipeline-model-parallel-layout": _UNEVEN,
     "use-torch-fsdp2": "when it gathers weights is not modelled",
-    "data-parallel-sharding-strategy": "optim_grads_params alone is",
-    "num-distributed-optimizer-instances": "one alone is",
-    "optimizer": "adam alone is",
-    "exp-avg-dtype": "fp32 alone is",
-    "exp-avg-sq-dtype": "fp32 alone is",
-    "main-params-dtype": "fp32 alone is",
-    "main-grads-dtype": "fp32 alone is",
     "fp4-format": "FP8 alone is",
     "attention-output-gate": "its gate is not counted",
-    "megatron-fsdp-main-params-dtype": "float32 alone is",
-    "megatron-fsdp-main-grads-dtype": "the weights' own alone is",
     "fsdp-double-buffer": "it is one of the layers that are alike alone",
     "fp16": "only bfloat16 and float32 are",
     "experimental-attention-variant": "a layer of it has no plan; take a --hybrid-layer-pattern",
@@ -50,16 +40,8 @@ _REFUSED = {
     "window-attn-skip-freq": "layers with and without a window are not told apart",
     "moe-latent-size": "experts of another width are not counted",
     "moe-use-legacy-grouped-gemm": "grouped GEMM alone is",
-    "recompute-method": "uniform alone is",
-    "recompute-granularity": "full and selective alone are",
-    **dict.fromkeys(_UNEVEN, "stages of as many layers alone are"),
 }
-_BESIDE_FSDP = {
-    "optimizer-cpu-offload": "Megatron 0.19 copies gradients into whole tensors there, and these "
-    "are sharded: its first step ends with an error",
-    "pipeline-model-parallel-size": "when it gathers a stage's weights is not modelled",
-}
-_ALLOWED = {
+_MODELLED = {  # the values that can be predicted
     "recompute-method": ("uniform",),
     "recompute-granularity": ("full", "selective"),
     "data-parallel-sharding-strategy": ("optim_grads_params",),
@@ -70,7 +52,12 @@ _ALLOWED = {
     "main-params-dtype": ("fp32",),
     "main-grads-dtype": ("fp32",),
     "megatron-fsdp-main-params-dtype": ("fp32",),
-    "megatron-fsdp-main-grads-dtype": ("auto", "bf16"),
+    "megatron-fsdp-main-grads-dtype": ("auto", "bf16"),  # the weights' own
+}
+_BESIDE_FSDP = {
+    "optimizer-cpu-offload": "Megatron 0.19 copies gradients into whole tensors there, and these "
+    "are sharded: its first step ends with an error",
+    "pipeline-model-parallel-size": "when it gathers a stage's weights is not modelled",
 }
 _VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 _flags = cache(flags)
@@ -319,13 +306,13 @@ def _documents(given: Flags) -> tuple[int, ...] | None:
 
 def _refuse(given: Flags) -> None:
     """Raise ValueError for what would have to be predicted otherwise, or is missing."""
-    for name, reason in _REFUSED.items():
-        if given.get(name) and str(given[name]) not in _ALLOWED.get(name, ()):
-            raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
     # Attention and the MLP are layers of their own in a HybridModel.
-    layers, name = 2 if "hybrid-layer-pattern" in given else 1, "recompute-num-layers"
-    if (value := whole(given, name, layers)) != layers:
-        raise ValueError(f"--{name} {value} cannot be predicted here: {layers} alone")
+    layers = "2" if "hybrid-layer-pattern" in given else "1"
+    modelled = _MODELLED | {"recompute-num-layers": (layers,)}
+    alone = {name: f"{' and '.join(values)} alone" for name, values in modelled.items()}
+    for name, reason in (_REFUSED | alone).items():
+        if given.get(name) and str(given[name]) not in modelled.get(name, ()):
+            raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
     for name, reason in _BESIDE_FSDP.items():
         if given.get("use-megatron-fsdp") and str(given.get(name, "1")) not in ("1", "False"):
             raise ValueError(f"--use-megatron-fsdp beside --{name} {given[name]}: {reason}")
