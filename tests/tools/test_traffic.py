@@ -142,7 +142,7 @@ def test_each_way_is_what_a_context_sends(
         ring = load.ring
         context = BurstContext(
             *(settings, None, ring.grid, list(ring.nodes), channel, head_groups(ring.nodes, 1)),
-            memory_limit=settings.memory_limit(ring.card),
+            memory_limit=settings.memory_limit(ring.machine.memory),
             machine=ring.machine,
             beside=ring.beside,
         )

@@ -83,7 +83,7 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
     """
     links = Links(ring.nodes, replace(ring.shape, latents=None), ring.machine, ring.beside)
     given = ring.config, _tiling(ring.layout, ring.mask), ring.grid, links
-    return choose_kv(*given, ring.shape.latents, ring.config.memory_limit(ring.card))[:2]
+    return choose_kv(*given, ring.shape.latents, ring.config.memory_limit(ring.machine.memory))[:2]
 
 
 @lru_cache(maxsize=64)

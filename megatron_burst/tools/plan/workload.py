@@ -27,7 +27,6 @@ class Ring:
     mask: Mask
     nodes: tuple[int, ...]  # of each rank
     shape: Shape  # of a rank's tensors
-    card: float  # bytes of a GPU's memory
     machine: Cluster
     beside: int  # GPUs of a node that are in the same place of their rings
     local: int  # context-parallel ranks of a node, of all rings
@@ -241,7 +240,6 @@ class Workload:
             mask=mask(window=self.window, documents=self.documents),
             nodes=tuple(rank // on_a_node for rank in range(self.context // size)),
             shape=shape,
-            card=self.cluster.memory,
             machine=self.cluster,
             beside=self.beside,
             local=self.ranks_per_node,
