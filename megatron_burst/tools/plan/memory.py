@@ -8,8 +8,7 @@ from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.communicators import uses
 from megatron_burst.tools.plan.states import HOSTED_BYTES, gathered, states
-from megatron_burst.tools.plan.working_set import between_projections, working_set
-from megatron_burst.tools.plan.working_set import gathered as of_all_ranks
+from megatron_burst.tools.plan.working_set import between_projections, from_others, working_set
 from megatron_burst.tools.plan.workload import Ring, Workload
 from megatron_burst.transport.host import pinned_bytes
 
@@ -86,9 +85,9 @@ def _of_stage(load: Workload, stage: int) -> Memory:
     kept = 0.0 if load.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
     logits = tokens * model.vocabulary // tensor * (_LOGIT_BYTES + _SOFTMAX_BYTES * model.mtp)
     # The last layer's output and its norm, and with the loss's chunks their gradient.
-    hidden = (3 if load.chunked_loss else 2) * tokens * model.hidden * e
+    hidden = (3 if load.chunked_loss else 2) * load.hidden_bytes
     if tensor > 1 and load.sequence_parallel:
-        hidden = hidden // tensor + tokens * model.hidden * e  # gathered for the head
+        hidden = hidden // tensor + load.hidden_bytes  # gathered for the head
     of_loss = hidden + (load.loss_bytes if load.chunked_loss else logits)
     return Memory(
         weights=weights,
@@ -123,8 +122,7 @@ def hosted_activations(load: Workload) -> float:
 def _pinned(load: Workload, stage: int) -> int:
     waiting, pinned = _in_flight(load, stage), 0
     if inputs := hosted_inputs(load):
-        size = load.local_tokens * load.element_bytes * load.model.hidden
-        size //= load.tensor if load.sequence_parallel else 1
+        size = load.hidden_bytes // load.row_shards
         pinned += pinned_bytes(size, ceil(waiting * inputs / size))
     if saved := (hosted_activations(load) - inputs) * load.pipeline / max(1, load.model.layers):
         wide = load.model.value_head_dim * load.element_bytes
@@ -158,13 +156,13 @@ def _stored(load: Workload) -> int:
 
     Attention and the MLP after it are one layer there, other kinds one each.
     """
-    model, a_token = load.model, load.local_tokens * load.element_bytes
-    if load.recompute_offload and load.recompute:
+    if load.recompute and load.recompute_offload:
         # The next is on its way when the layer's own attention is over.
-        return a_token * model.hidden // (load.tensor if load.sequence_parallel else 1)
+        return load.hidden_bytes // load.row_shards
     if load.recompute:
         return _inputs(load)
-    return int(a_token * sum(_saved(load, name) * p.count for name, p in model.parts.items()))
+    a_token = sum(_saved(load, name) * part.count for name, part in load.model.parts.items())
+    return int(load.local_tokens * load.element_bytes * a_token)
 
 
 def _inputs(load: Workload) -> int:
@@ -172,8 +170,7 @@ def _inputs(load: Workload) -> int:
     model, parts = load.model, load.pipeline * load.virtual
     letters = len(model.kinds.replace("/", ""))
     layers = parts * ceil(letters / parts / 2) + model.mtp
-    size = layers * load.local_tokens * load.element_bytes * model.hidden
-    return size // (load.tensor if load.sequence_parallel else 1)
+    return layers * load.hidden_bytes // load.row_shards
 
 
 def _saved(load: Workload, name: str) -> float:
@@ -181,7 +178,7 @@ def _saved(load: Workload, name: str) -> float:
     model, part, modules = load.model, load.model.parts[name], load.selective
     # Without sequence parallelism every rank has all of what norms and sums see.
     around = 2 * model.hidden
-    inside = part.saved - around + of_all_ranks(load, name)
+    inside = part.saved - around + from_others(load, name)
     if name == "attention":
         inside = between_projections(load)
     if name == "attention" and "core_attn" in modules:
@@ -193,4 +190,4 @@ def _saved(load: Workload, name: str) -> float:
         inside -= part.activated
     if "layernorm" in modules:
         around -= model.hidden
-    return around / (load.tensor if load.sequence_parallel else 1) + inside / load.tensor
+    return around / load.row_shards + inside / load.tensor

@@ -7,8 +7,7 @@ from megatron_burst.tools.plan.workload import Workload
 
 def sent_for_scans(load: Workload) -> Sent:
     """Return the bytes that a rank sends in either way of a micro-batch's forward."""
-    moved = load.local_tokens // load.micro * load.model.hidden * load.element_bytes
-    moved //= load.tensor if load.sequence_parallel else 1
+    moved = load.hidden_bytes // load.micro // load.row_shards
     sizes = load.local_tokens // load.micro, load.context, load.element_bytes
     sent = sent_by_model(load.model.kinds, load.model.scans, moved, *sizes)
     return Sent(sent.states * load.micro, sent.heads * load.micro)

@@ -170,11 +170,10 @@ def _exchanged(load: Workload, part: Part) -> float:
     gather every token, and sums of their results are scattered.
     """
     ranks, beside = load.expert, load.expert_tensor
-    number = load.local_tokens / load.tensor * load.element_bytes
     if load.gathers_tokens:
-        moved = 2 * number * load.model.hidden * (ranks * beside - 1)
+        moved = 2 * load.hidden_bytes / load.tensor * (ranks * beside - 1)
         return moved / _ring_rate(load, ranks * beside, 1)
-    sent = number * part.exchanged
+    sent = load.local_tokens / load.tensor * load.element_bytes * part.exchanged
     gathered = (beside - 1) * sent / load.cluster.within_rate
     return _all_to_all(load, sent, ranks, beside) + gathered
 
@@ -194,19 +193,17 @@ def _tensor_parallel(load: Workload) -> float:
     without sequence parallelism two sums of twice the bytes, and one for what is recomputed.
     """
     count = 2 + (2 if load.recompute else 0) + (3 if load.sequence_parallel else 2)
-    size = load.local_tokens * load.model.hidden * load.element_bytes
-    return count * size * (load.tensor - 1) / load.tensor / load.cluster.within_rate
+    moved = count * load.hidden_bytes * (load.tensor - 1) / load.tensor
+    return moved / load.cluster.within_rate
 
 
 def _handed_on(load: Workload) -> float:
     """Seconds in which a micro-batch goes to the next stage and its gradient comes back."""
     if load.pipeline == 1:
         return 0.0
-    machine, shared = load.cluster, load.tensor if load.sequence_parallel else 1
-    size = load.local_tokens * load.model.hidden * load.element_bytes / shared
-    near = load.gpus <= machine.gpus_per_node
+    machine, near = load.cluster, load.gpus <= load.cluster.gpus_per_node
     rate = machine.within_rate if near else machine.nic_rate / machine.gpus_per_nic
-    return 2 * load.virtual * size / rate
+    return 2 * load.virtual * load.hidden_bytes / load.row_shards / rate
 
 
 def weights_seconds(load: Workload, hidden_behind: float) -> float:

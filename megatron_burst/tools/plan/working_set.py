@@ -12,9 +12,8 @@ _ROTARY_BYTES = 12  # of a number of a head's position embedding
 def working_set(load: Workload) -> int:
     """Return the bytes at the layer's MLP, at attention or, under tensor parallelism, between."""
     model, a_token = load.model, load.local_tokens * load.element_bytes
-    hidden = a_token * model.hidden
+    hidden, around = load.hidden_bytes, load.hidden_bytes // load.row_shards
     kept = a_token * between_projections(load)
-    around = hidden // (load.tensor if load.sequence_parallel else 1)
     at_mlp = _HIDDEN * around + (kept + _inside_others(load)) // load.tensor
     # In chunks, the MLP's output is not made again.
     at_attention = (_HIDDEN - (load.mlp_chunks > 1)) * around + kept // load.tensor
@@ -41,20 +40,19 @@ def _inside_others(load: Workload) -> int:
     """Bytes inside the MLP, experts or recurrence that has most."""
     a_token, most = load.local_tokens * load.element_bytes, 0.0
     for name, part in load.model.parts.items():
-        inside = (
-            part.at_work * (part.saved - 2 * load.model.hidden + gathered(load, name)) * a_token
-        )
         if name == "attention":
             continue
+        within = part.saved - 2 * load.model.hidden + from_others(load, name)
+        inside = part.at_work * within * a_token
         if name == "experts" and load.gathers_tokens:
-            inside += load.expert * load.expert_tensor * load.model.hidden * a_token
+            inside += load.expert * load.expert_tensor * load.hidden_bytes
         if name == "mlp" and load.mlp_chunks > 1:
             inside = inside / load.mlp_chunks + _SUM_BYTES * part.parameters
         most = max(most, inside)
     return int(most)
 
 
-def gathered(load: Workload, name: str) -> int:
+def from_others(load: Workload, name: str) -> int:
     """Numbers of a token that the ranks of one expert have beside their own, of what it takes."""
     return (load.expert_tensor - 1) * load.model.parts[name].exchanged if name == "experts" else 0
 

@@ -104,17 +104,17 @@ class Workload:
                 f"of {node // self.tensor}, or of several whole ones"
             )
         self._check_model()
-        of_rank = math.lcm(1 + (self.context > 1), self.tensor if self.sequence_parallel else 1)
-        if self.tokens % (self.context * of_rank):
+        multiple = self.context * math.lcm(1 + (self.context > 1), self.row_shards)
+        if self.tokens % multiple:
             raise ValueError(
                 f"--seq-length {self.tokens} does not divide over {sizes}: a multiple of "
-                f"{self.context * of_rank} does"
+                f"{multiple} does"
             )
-        if self.sequences % (self.data * self.micro):
+        if self.sequences % (multiple := self.data * self.micro):
             raise ValueError(
                 f"--global-batch-size {self.sequences} does not divide over {self.data} "
                 f"data-parallel ranks of {self.micro} sequences a micro-batch; a multiple of "
-                f"{self.data * self.micro} does"
+                f"{multiple} does"
             )
 
     def _check_model(self) -> None:
@@ -168,6 +168,16 @@ class Workload:
     def local_tokens(self) -> int:
         """Of a context-parallel rank in a micro-batch."""
         return self.micro * self.tokens // self.context
+
+    @property
+    def row_shards(self) -> int:
+        """Over how many tensor-parallel ranks the rows of hidden states are spread."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of a micro-batch's hidden states, over those ranks."""
+        return self.local_tokens * self.model.hidden * self.element_bytes
 
     @property
     def heads(self) -> tuple[int, int]:
