@@ -78,12 +78,10 @@ def lacks(load: Workload) -> str:
 
 
 def _of_stage(load: Workload, stage: int) -> Memory:
-    model, tensor, e, tokens = load.model, load.tensor, load.element_bytes, load.local_tokens
+    model, tensor, waiting = load.model, load.tensor, _in_flight(load, stage)
     weights, gradients, optimizer, _ = states(load, stage)
-    fraction, (heads, _) = load.config.recompute_fraction, load.heads
-    saved = 0.0 if fraction is None or not load.repeats_attention else 1 - fraction
-    kept = 0.0 if load.recompute_offload else saved / load.pipeline * _in_flight(load, stage)
-    logits = tokens * model.vocabulary // tensor * (_LOGIT_BYTES + _SOFTMAX_BYTES * model.mtp)
+    logits = load.local_tokens * model.vocabulary // tensor
+    logits *= _LOGIT_BYTES + _SOFTMAX_BYTES * model.mtp
     # The last layer's output and its norm, and with the loss's chunks their gradient.
     hidden = (3 if load.chunked_loss else 2) * load.hidden_bytes
     if tensor > 1 and load.sequence_parallel:
@@ -94,8 +92,8 @@ def _of_stage(load: Workload, stage: int) -> Memory:
         gradients=gradients,
         optimizer=optimizer,
         gathered=gathered(load),
-        inputs=int(_stored(load) * _in_flight(load, stage) / load.pipeline),
-        saved=int(model.layers * tokens * heads * (model.value_head_dim * e + 4) * kept),
+        inputs=int(_stored(load) * waiting / load.pipeline),
+        saved=0 if load.recompute_offload else int(_results(load) * waiting),
         layer=working_set(load),
         loss=of_loss if stage == load.pipeline - 1 else 0,
         nccl=_communicators(load.ring) if model.layers else 0,
@@ -109,37 +107,38 @@ def _communicators(ring: Ring) -> int:
     return sum(use.buffers for use in uses(ring, schedules, shape).values())
 
 
-def hosted_activations(load: Workload) -> float:
-    """Return a micro-batch's bytes on the host: inputs of layers, results that attention saves."""
-    model, tokens, fraction = load.model, load.local_tokens, load.config.recompute_fraction
-    stored = float(hosted_inputs(load) * load.pipeline)
-    if load.recompute_offload and fraction is not None:
-        a_row = load.heads[0] * (model.value_head_dim * load.element_bytes + 4)
-        stored += (1 - fraction) * model.layers * tokens * a_row
-    return stored / load.pipeline
+def hosted_activations(load: Workload) -> tuple[float, float]:
+    """Return a micro-batch's bytes on the host: inputs of layers, results of attention."""
+    if not load.recompute_offload:
+        return 0.0, 0.0
+    return _inputs(load) / load.pipeline if load.recompute else 0.0, _results(load)
+
+
+def _results(load: Workload) -> float:
+    """A micro-batch's bytes of what attention returned in the rows that are not recomputed."""
+    fraction, layers = load.config.recompute_fraction, load.model.layers / load.pipeline
+    if fraction is None or not load.repeats_attention:
+        return 0.0
+    a_token = load.heads[0] * (load.model.value_head_dim * load.element_bytes + 4)
+    return (1 - fraction) * layers * load.local_tokens * a_token
 
 
 def _pinned(load: Workload, stage: int) -> int:
-    waiting, pinned = _in_flight(load, stage), 0
-    if inputs := hosted_inputs(load):
+    (inputs, results), waiting, pinned = hosted_activations(load), _in_flight(load, stage), 0
+    if inputs:
         size = load.hidden_bytes // load.row_shards
         pinned += pinned_bytes(size, ceil(waiting * inputs / size))
-    if saved := (hosted_activations(load) - inputs) * load.pipeline / max(1, load.model.layers):
+    if results:
+        layers = load.model.layers / load.pipeline
         wide = load.model.value_head_dim * load.element_bytes
-        count = ceil(waiting * load.model.layers / load.pipeline)
-        parts = (saved * part / (wide + 4) for part in (wide, 4))
-        pinned += sum(pinned_bytes(part, count) for part in parts)
+        for part in (wide, 4):
+            pinned += pinned_bytes(results / layers * part / (wide + 4), ceil(waiting * layers))
     return pinned
 
 
 def hosted_parameters(load: Workload) -> float:
     """Return how many parameters a host's processors update."""
     return states(load, load.pipeline - 1).hosted / HOSTED_BYTES * load.ranks_per_host
-
-
-def hosted_inputs(load: Workload) -> float:
-    """Return a micro-batch's bytes on the host that are inputs of layers."""
-    return _inputs(load) / load.pipeline if load.recompute_offload and load.recompute else 0.0
 
 
 def _in_flight(load: Workload, stage: int) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
 from megatron_burst.tools.model import Part
-from megatron_burst.tools.plan.memory import hosted_activations, hosted_inputs, hosted_parameters
+from megatron_burst.tools.plan.memory import hosted_activations, hosted_parameters
 from megatron_burst.tools.plan.scans import taken_by_scans
 from megatron_burst.tools.plan.timing import Pass, attention_passes, together
 from megatron_burst.tools.plan.workload import Workload
@@ -93,13 +93,14 @@ def host_copies(load: Workload, stage: float, computed: float) -> Copies:
     along with the backward. The host's processors share out the updates of its GPUs.
     """
     rate = load.cluster.host_rate
-    one_way, inputs = hosted_activations(load) / rate, hosted_inputs(load) / rate
-    exposed = max(0.0, one_way - stage / 4) + max(0.0, one_way - inputs - stage * 3 / 4)
+    inputs, results = (size / rate for size in hosted_activations(load))
+    exposed = max(0.0, inputs + results - stage / 4) + max(0.0, results - stage * 3 / 4)
     exposed += max(0.0, inputs - min(stage * 3 / 4, _behind_attention(load)))
     states = load.offload * _updated(load) * (load.gradient_bytes + load.element_bytes)
     waited = max(0.0, states / rate - computed) if load.zero3 else states / rate
     batches, updated = load.micro_batches, load.cluster.update_seconds * hosted_parameters(load)
-    return Copies(2 * one_way * batches + states / rate, exposed * batches + waited + updated)
+    copied = 2 * (inputs + results) * batches + states / rate
+    return Copies(copied, exposed * batches + waited + updated)
 
 
 def _behind_attention(load: Workload) -> float:
