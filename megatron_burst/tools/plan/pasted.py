@@ -1,15 +1,16 @@
 """A whole Megatron command, taken apart: its flags, its machines, and what makes it ours."""
 
 import argparse
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from typing import Any
 
 from megatron_burst.config import Algorithm
 from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, STARTS, LaunchLine, Target, split
-from megatron_burst.tools.flags import Flags, arguments, heads_of, parsed, whole
+from megatron_burst.tools.flags import Flags, arguments, heads_of, parsed, whole, without
 from megatron_burst.tools.flags import variables as usual_variables
 from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.advice import savings_that_fit
@@ -85,7 +86,9 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
 
 def complete(flags: dict[str, Any], gpus: int) -> list[str]:
     """Add what Megatron takes where a command says nothing; return what of it is a guess."""
-    flags.setdefault("global-batch-size", _sequences(flags, gpus))
+    sizes = (f"{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
+    data = max(1, gpus // math.prod(whole(flags, size) for size in sizes))
+    flags.setdefault("global-batch-size", data * whole(flags, "micro-batch-size"))
     if {"vocab-size", "padded-vocab-size"} & flags.keys():
         return []
     tokenizer = str(flags.get("tokenizer-type"))
@@ -98,14 +101,6 @@ def as_one_document(flags: dict[str, Any]) -> list[str]:
     if flags.pop("dataloader-inter-document-masking", False):
         return ["a sequence is taken for one document: plan --documents N says their mean"]
     return []
-
-
-def _sequences(flags: Flags, gpus: int) -> int:
-    """Megatron's default: a micro-batch for each data-parallel rank."""
-    ranks = 1
-    for kind in ("tensor-model", "pipeline-model", "context"):
-        ranks *= whole(flags, f"{kind}-parallel-size")
-    return max(1, gpus // ranks) * whole(flags, "micro-batch-size")
 
 
 def as_it_stands(flags: Flags) -> dict[str, Any]:
@@ -150,16 +145,8 @@ class Change:
 
     def of_words(self, words: Sequence[str]) -> list[str]:
         """Return the words of flags with it."""
-        return [*self._kept(words), *arguments(self.add)]
-
-    def _kept(self, words: Sequence[str]) -> Iterator[str]:
-        goes = False
-        for word in words:
-            if word.startswith("--"):
-                name = word.removeprefix("--").partition("=")[0]
-                goes = name in self.drop or name in self.add
-            if not goes:
-                yield word
+        gone = {f"--{name}" for name in (*self.drop, *self.add)}
+        return [*without(words, gone), *arguments(self.add)]
 
     def of_command(self, pasted: Pasted) -> list[str]:
         """Return the whole command with it, its script under our runner."""
