@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from megatron_burst.plans.choice.cost import attention_flops as attention_flops
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.plans.visibility.mask import Mask
-from megatron_burst.tools.flags import flags_of
+from megatron_burst.tools.flags import flags_of, whole
 from megatron_burst.tools.model import Model, model_of
 
 PEAK_TFLOPS = {
@@ -34,15 +34,15 @@ PEAK_TFLOPS = {
 }
 """Dense bfloat16 peaks by words of a device's name, as patterns; the first that fits counts."""
 
-UNCOUNTED = (
+_UNCOUNTED = {  # of models and masks that a run's MFU is not said for
     "num-experts",
     "multi-latent-attention",
     "experimental-attention-variant",
     "mtp-num-layers",
     "dataloader-inter-document-masking",
     "burst-block-mask",
-)
-"""Flags of models and masks that runs' MFU is not said for."""
+    "window-size",
+}
 
 
 def peak_tflops(device: str) -> float | None:
@@ -66,9 +66,8 @@ def logged_step_flops(arguments: Mapping[str, str]) -> float | None:
         arguments: Megatron's, as a run logs them, by name with underscores.
     """
     given = flags_of(arguments)
-    plain = set(given.get("hybrid-layer-pattern", "")) <= set("*-|")
-    if any(name in given for name in (*UNCOUNTED, "window-size")) or not plain:
+    if _UNCOUNTED & given.keys() or set(given.get("hybrid-layer-pattern", "")) - set("*-|"):
         return None
-    model, tokens = model_of(given | {"tensor-model-parallel-size": 1}), given["seq-length"]
-    pairs = visible_pairs(Mask.causal(), int(tokens))
-    return int(given["global-batch-size"]) * step_flops(model, int(tokens), pairs)
+    model = model_of(given | {"tensor-model-parallel-size": 1})
+    tokens, sequences = whole(given, "seq-length"), whole(given, "global-batch-size")
+    return sequences * step_flops(model, tokens, visible_pairs(Mask.causal(), tokens))

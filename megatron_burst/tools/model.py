@@ -51,7 +51,6 @@ class Model:
 
     layers: int  # of attention, those of MTP's heads among them
     hidden: int
-    gated: bool
     heads: int
     kv_heads: int
     head_dim: int  # of queries and keys
@@ -141,7 +140,6 @@ def model_of(given: Flags) -> Model:
     return Model(
         layers=count["*"],
         hidden=hidden,
-        gated=matrices == 3,
         heads=heads.query,
         kv_heads=heads.kv,
         head_dim=heads.size,
