@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.kv_or_latents import choose_kv
-from megatron_burst.plans.choice.planning import Choice, Offer
-from megatron_burst.plans.choice.timing import Links, PassTime, exchange, pass_time
+from megatron_burst.plans.choice.planning import Choice
+from megatron_burst.plans.choice.timing import Links, exchange, pass_time
 from megatron_burst.plans.schedules.plan import Item, Kind, Plan
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, boundary
@@ -58,19 +58,18 @@ def attention_passes(load: Workload) -> tuple[Pass, Pass, Pass]:
     fraction, heads = load.config.recompute_fraction, _exchange(load)
 
     def of(ring: Ring, *, backward: bool = False) -> Pass:
-        choice, _ = chosen(ring)
-        taken = (choice.backward if backward else choice.forward)[0]
-        chunk = Pass(*_times(ring)[backward], taken.cost.rank, taken.cost.nic)
-        return together(*[chunk] * load.head_chunks, _chunked(load, backward=backward), heads)
+        chunks = [_chunk(ring, backward=backward)] * load.head_chunks
+        return together(*chunks, _cut_and_joined(load, backward=backward), heads)
 
-    again = Pass()
-    if load.repeats_attention and fraction is None:
+    if not load.repeats_attention:
+        again = Pass()
+    elif fraction is None:
         again = of(load.ring)
-    elif load.repeats_attention and fraction:
+    elif fraction:
         stop = boundary(load.ring.layout, fraction)
         early = None if stop == load.ring.layout.tokens else stop
         again = of(replace(load.ring, mask=replace(load.ring.mask, query_stop=early)))
-    elif load.repeats_attention:
+    else:
         again = heads  # the results are saved, but heads and tokens change places again
     return of(load.ring), again, of(load.ring, backward=True)
 
@@ -86,19 +85,16 @@ def chosen(ring: Ring) -> tuple[Choice, Shape]:
     return choose_kv(*given, ring.shape.latents, ring.config.memory_limit(ring.machine.memory))[:2]
 
 
-@lru_cache(maxsize=64)
-def _times(ring: Ring) -> tuple[PassTime, PassTime]:
-    """Return the time of a forward and a backward by what is chosen, on NCCL's channels."""
+@lru_cache(maxsize=128)
+def _chunk(ring: Ring, *, backward: bool) -> Pass:
+    """A pass of one chunk of the heads by the schedule that is chosen, on NCCL's channels."""
     choice, shape = chosen(ring)
-
-    def time(offer: Offer, *, backward: bool) -> PassTime:
-        machine = reached(ring, offer.schedule, shape, backward=backward)
-        if offer.time and machine == ring.machine:
-            return offer.time
+    taken = (choice.backward if backward else choice.forward)[0]
+    machine, time = reached(ring, taken.schedule, shape, backward=backward), taken.time
+    if time is None or machine != ring.machine:
         links = Links(ring.nodes, shape, machine, ring.beside)
-        return pass_time(offer.schedule, links, backward=backward)
-
-    return time(choice.forward[0], backward=False), time(choice.backward[0], backward=True)
+        time = pass_time(taken.schedule, links, backward=backward)
+    return Pass(*time, taken.cost.rank, taken.cost.nic)
 
 
 @lru_cache(maxsize=32)
@@ -150,7 +146,7 @@ def _most_sums(plan: Plan) -> Counter[Kind]:
     return Counter({kind: max(by_step.values(), default=0) for kind, by_step in there.items()})
 
 
-def _chunked(load: Workload, *, backward: bool) -> Pass:
+def _cut_and_joined(load: Workload, *, backward: bool) -> Pass:
     """The copies of a pass that cuts its heads in chunks: of what it reads, and what it returns."""
     if load.head_chunks == 1:
         return Pass()
