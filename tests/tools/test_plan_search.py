@@ -98,9 +98,11 @@ def test_two_layers_of_a_pattern_have_one_input_and_all_are_gathered() -> None:
 
 def test_latents_travel_where_training_sends_them() -> None:
     flags = {"context_parallel_size": 16, "tensor_model_parallel_size": 8, "burst_topology": "flat"}
-    load = load_of("deepseek_v3", 128, sequence_parallel=True, **flags)
+    load = load_of("deepseek_v3", 128, sequence_parallel=True, burst_backward="kv", **flags)
     heads = replace(load, config=replace(load.config, mla="heads"))
     latents, wide = (timing.attention_passes(each)[0].sent for each in (load, heads))
+    assert wide / latents == pytest.approx(128 // 8 * (192 + 128) / 576)
+    latents, wide = (timing.buffer_bytes(each.ring) for each in (load, heads))
     assert wide / latents == pytest.approx(128 // 8 * (192 + 128) / 576)
     shapes = [timing.chosen(each.ring)[1] for each in (load, heads)]
     assert [shape.sends_raw for shape in shapes] == [False, True]  # a product is summed wide

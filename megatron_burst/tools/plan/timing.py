@@ -104,8 +104,8 @@ def _tiling(layout: Layout, mask: Mask) -> Tiling:
 
 
 @lru_cache(maxsize=16)
-def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
-    """Return the kinds of what ranks have of others in the backward: buffers, and sums.
+def buffer_bytes(ring: Ring) -> int:
+    """Return what a rank has of others in the backward at the most: buffers, and sums.
 
     Ranks that send, receive and compute in the same steps have the same.
     """
@@ -121,7 +121,7 @@ def buffers(ring: Ring) -> frozenset[tuple[Kind, ...]]:
     ranks = {steps.tobytes(): rank for rank, steps in enumerate(alike)}.values()
     plans = [schedule.backward(rank) for rank in ranks]
     held = (most_arrived(plan) + _most_sums(plan) for plan in plans)
-    return frozenset(tuple(each.elements()) for each in held)
+    return max(sum(sizes[kind] * count for kind, count in each.items()) for each in held)
 
 
 def most_arrived(plan: Plan) -> Counter[Kind]:

@@ -62,9 +62,7 @@ def _attention(load: Workload) -> int:
 
     Of a chunk of heads; where there are several, the gradients of all, and half of a chunk's dO.
     """
-    shape = load.ring.shape
-    sizes = shape.item_bytes()
-    buffers = max(sum(map(sizes.__getitem__, each)) for each in timing.buffers(load.ring))
+    shape, buffers = load.ring.shape, timing.buffer_bytes(load.ring)
     queries = shape.query_heads * shape.head_dim
     kv = shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     is_one_tile = len(load.ring.nodes) == 1 and not (
