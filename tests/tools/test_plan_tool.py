@@ -416,7 +416,7 @@ UNRANKED = """\
         *batched(map(str.strip, UNRANKED.splitlines()), 2),
         (
             "--run toy -- --pipeline-model-parallel-size 4 --context-parallel-size 1",
-            "4 parts of --hybrid-layer-pattern would have 0 to 1 layers of attention; put | ",
+            "as many layers of attention: *, -; put | between such as have",
         ),
         ("--run toy -- --burst-memory-mb abc", "--burst-memory-mb abc: "),
     ],

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -225,7 +224,11 @@ def _virtual(given: Flags) -> int:
 
 
 def _parts_of_pattern(given: Flags, stages: int) -> int:
-    """Those of a stage; the layers of MTP's heads are in none."""
+    """Those of a stage; the layers of MTP's heads are in none.
+
+    What `cut` makes, which is in the commands that are printed, differs by a layer at the most
+    where attention is even.
+    """
     name, pattern = "--hybrid-layer-pattern", str(given["hybrid-layer-pattern"]).partition("/")[0]
     is_parted = "|" in pattern
     if named := [f"--{flag}" for flag in _VIRTUAL[not is_parted :] if flag in given]:
@@ -233,43 +236,20 @@ def _parts_of_pattern(given: Flags, stages: int) -> int:
             f"{named[0]}: the | of {name} part a HybridModel, and without them "
             f"--{_VIRTUAL[0]} does; or give --gpt"
         )
-    if not is_parted:
-        parts = whole(given, _VIRTUAL[0])
-        _check_attention(cut(pattern, stages * parts), stages)
-        return parts
-    parts, rest = divmod(pattern.count("|") + 1, stages)
-    if rest:
+    parts = pattern.split("|") if is_parted else cut(pattern, stages * whole(given, _VIRTUAL[0]))
+    if len(parts) % stages:
         raise ValueError(
-            f"{pattern.count('|') + 1} parts of {name} do not divide over "
+            f"{len(parts)} parts of {name} do not divide over "
             f"--pipeline-model-parallel-size {stages}"
         )
-    _check_even(pattern.split("|"))
-    return parts
-
-
-def _check_attention(parts: Sequence[str], stages: int) -> None:
-    """Raise ValueError unless all parts of a pattern without `|` have as much attention."""
-    attention = [part.count("*") for part in parts]
-    if len(set(attention)) > 1:
-        raise ValueError(
-            f"--pipeline-model-parallel-size {stages}: {len(parts)} parts of "
-            f"--hybrid-layer-pattern would have {min(attention)} to {max(attention)} layers of "
-            "attention; put | between such as have as many"
-        )
-
-
-def _check_even(parts: Sequence[str]) -> None:
-    """Raise ValueError unless parts have as many layers of each kind.
-
-    What `cut` makes differs by a layer at the most where attention is even: it is in the commands
-    that are printed, and passes.
-    """
     known = "*" if parts == cut("".join(parts), len(parts)) else "*-EMG"
     if len({tuple(map(part.count, known)) for part in parts}) > 1:
         raise ValueError(
-            "parts of --hybrid-layer-pattern cannot be predicted here unless they have as many "
-            f"layers of each kind: {', '.join(dict.fromkeys(parts))}"
+            f"{len(parts)} parts of {name} cannot be predicted here unless they have as many "
+            f"layers of {'attention' if known == '*' else 'each kind'}: "
+            f"{', '.join(dict.fromkeys(parts))}; put | between such as have"
         )
+    return len(parts) // stages
 
 
 def selective_modules(given: Flags) -> frozenset[str]:
