@@ -59,10 +59,8 @@ def bounds(load: Workload, time: Prediction) -> dict[str, float]:
     host = time.copies.exposed + launched - computing_seconds(load, attention.device)
     seconds = {"computing": computing - bubble, "pipeline bubble": bubble}
     seconds |= {"host": host, "optimizer": updates}
-    messages = time.seconds - sum(seconds.values())
-    return {
-        name: value / time.seconds for name, value in (seconds | {"messages": messages}).items()
-    }
+    seconds["messages"] = time.seconds - sum(seconds.values())
+    return {name: value / time.seconds for name, value in seconds.items()}
 
 
 def computing_seconds(load: Workload, attention: float, host: float = 0.0) -> float:
