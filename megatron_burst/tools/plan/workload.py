@@ -131,14 +131,13 @@ class Workload:
                 f"experts over {self.tensor} tensor-parallel ranks: Megatron refuses them in their "
                 "first forward without --sequence-parallel"
             )
-        ranks, those = self.shards * self.tensor, "data- x context-parallel ranks"
-        if self.tensor != self.expert_tensor:
-            those = f"ranks of a stage over {self.expert_tensor} of each expert"
+        ranks, beside = self.shards * self.tensor, self.expert_tensor
+        groups = f"groups of --expert-tensor-parallel-size {beside}"
         for kind, size, what, count in (
-            ("tensor-model", self.tensor, "attention heads", self.model.heads),
+            ("tensor-model", self.tensor, "attention heads", heads),
             ("expert-model", self.expert, "experts", experts),
-            ("expert-tensor", self.expert_tensor, "ranks of a stage", ranks),
-            ("expert-model", self.expert, those, ranks // self.expert_tensor),
+            ("expert-tensor", beside, "ranks of a stage", ranks),
+            ("expert-model", self.expert, groups, ranks // beside),
         ):
             if count % size:
                 text = f"{count} {what} do not divide over {size}; {_of(count)}"
