@@ -7,7 +7,7 @@ from math import ceil
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.communicators import uses
-from megatron_burst.tools.plan.states import HOSTED_BYTES, gathered, states
+from megatron_burst.tools.plan.states import gathered, states
 from megatron_burst.tools.plan.working_set import between_projections, from_others, working_set
 from megatron_burst.tools.plan.workload import Ring, Workload
 from megatron_burst.transport.host import pinned_bytes
@@ -134,11 +134,6 @@ def _pinned(load: Workload, stage: int) -> int:
         for part in (wide, 4):
             pinned += pinned_bytes(results / layers * part / (wide + 4), ceil(waiting * layers))
     return pinned
-
-
-def hosted_parameters(load: Workload) -> float:
-    """Return how many parameters a host's processors update."""
-    return states(load, load.pipeline - 1).hosted / HOSTED_BYTES * load.ranks_per_host
 
 
 def _in_flight(load: Workload, stage: int) -> float:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from megatron_burst.tools.plan.workload import Workload
 
 _MOMENT_BYTES = 8  # of a parameter: two in float32; beside weights of 16 bits also a float32 copy
-HOSTED_BYTES = 16  # of a parameter whose optimizer is there: copy, moments, gradient, in float32
+_HOSTED_BYTES = 16  # of a parameter whose optimizer is there: copy, moments, gradient, in float32
 # Megatron-FSDP gathers so many weights ahead, and lets gradients wait, whole, for twice as many.
 _AHEAD = 500_000_000
 
@@ -35,7 +35,7 @@ def states(load: Workload, stage: int) -> States:
     wide = _MOMENT_BYTES + (4 if load.element_bytes == 2 else 0)
     hosted = load.offload * numbers
     gradients = 0 if load.zero3 and load.offload else gradients
-    return States(weights, gradients, int(wide * (numbers - hosted)), int(HOSTED_BYTES * hosted))
+    return States(weights, gradients, int(wide * (numbers - hosted)), int(_HOSTED_BYTES * hosted))
 
 
 def gathered(load: Workload) -> int:

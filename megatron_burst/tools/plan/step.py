@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flops import step_flops
 from megatron_burst.tools.model import Part
-from megatron_burst.tools.plan.memory import hosted_activations, hosted_parameters
+from megatron_burst.tools.plan.memory import hosted_activations
 from megatron_burst.tools.plan.scans import taken_by_scans
 from megatron_burst.tools.plan.timing import Pass, attention_passes, together
 from megatron_burst.tools.plan.workload import Workload
@@ -94,10 +94,11 @@ def host_copies(load: Workload, stage: float, computed: float) -> Copies:
     inputs, results = (size / rate for size in hosted_activations(load))
     exposed = max(0.0, inputs + results - stage / 4) + max(0.0, results - stage * 3 / 4)
     exposed += max(0.0, inputs - min(stage * 3 / 4, _behind_attention(load)))
-    states = load.offload * _updated(load) * (load.gradient_bytes + load.element_bytes)
-    waited = max(0.0, states / rate - computed) if load.zero3 else states / rate
-    batches, updated = load.micro_batches, load.cluster.update_seconds * hosted_parameters(load)
-    copied = 2 * (inputs + results) * batches + states / rate
+    hosted, batches = load.offload * _updated(load), load.micro_batches
+    states = hosted * (load.gradient_bytes + load.element_bytes) / rate
+    waited = max(0.0, states - computed) if load.zero3 else states
+    updated = load.cluster.update_seconds * hosted * load.ranks_per_host
+    copied = 2 * (inputs + results) * batches + states
     return Copies(copied, exposed * batches + waited + updated)
 
 
