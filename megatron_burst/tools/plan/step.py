@@ -29,7 +29,6 @@ class Prediction(NamedTuple):
 
     attention: Pass  # all passes of a layer
     copies: Copies
-    weights: float  # seconds of gradients and weights on the links that are waited for, and updates
     seconds: float
     tokens_per_gpu: float  # a second
     mfu: float
@@ -40,11 +39,10 @@ def predict(load: Workload) -> Prediction:
     attention = together(*attention_passes(load))
     computed = computing_seconds(load, attention.device, attention.host)
     copies = host_copies(load, _of_stage(load, attention.device, attention.host), computed)
-    weights = weights_seconds(load, computed)
-    seconds = computed + weights + copies.exposed
+    seconds = computed + weights_seconds(load, computed) + copies.exposed
     rate = load.sequences * load.tokens / load.gpus / seconds
     mfu = rate * model_flops(load) / load.tokens / load.cluster.peak
-    return Prediction(attention, copies, weights, seconds, rate, mfu)
+    return Prediction(attention, copies, seconds, rate, mfu)
 
 
 def bounds(load: Workload, time: Prediction) -> dict[str, float]:
