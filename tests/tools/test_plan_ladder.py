@@ -202,13 +202,8 @@ def test_megatron_accepts_the_commands(detached: None, printed: Printed) -> None
         ({"num-experts": 8, "moe-layer-freq": 0}, "--moe-layer-freq 0 is not a positive"),
         ({"num-distributed-optimizer-instances": 2}, "instances 2 cannot be predicted here"),
         ({"optimizer": "muon"}, "--optimizer muon cannot be predicted here: adam alone"),
-        ({"exp-avg-dtype": "bf16"}, "--exp-avg-dtype bf16 cannot"),
-        ({"exp-avg-sq-dtype": "bf16"}, "--exp-avg-sq-dtype bf16 cannot"),
-        ({"main-params-dtype": "fp16"}, "--main-params-dtype fp16 cannot"),
         ({"megatron-fsdp-main-grads-dtype": "fp32"}, "predicted here: auto and bf16 alone"),
         ({"cpu-offloading-num-layers": 4}, "4 cannot be predicted here: what it moves is not"),
-        ({"fp4-format": "e2m1"}, "--fp4-format e2m1 cannot"),
-        ({"attention-output-gate": True}, "--attention-output-gate True cannot"),
     ],
 )
 def test_what_is_not_modelled_is_said(flags: dict[str, Any], reason: str) -> None:

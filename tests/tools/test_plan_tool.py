@@ -289,22 +289,12 @@ def test_what_does_not_fit_comes_last_however_fast() -> None:
     assert "0.5" in {each.fraction for each in found}
 
 
-def test_the_command_ranks_a_model(printed: Printed) -> None:
-    words = "plan --model llama3_8b --cluster h100 --gpus 8 --seq-length 65536 --fractions 0"
-    text = printed(f"{words} --top 3")
-    assert "65536 (64k) tokens, global batch 1, 8.03 billion parameters\n" in text
-    assert "\nall rows: TP 1, CP 8, DP 1\n" in text
-    assert "--nproc-per-node 8 -m megatron_burst.pretrain " in text
-
-
 def test_json_has_every_way_with_its_figures(printed: Printed) -> None:
     found = json.loads(printed("plan --run toy --json --fractions 0"))
     names = [name for e in found for name in (e["algorithm"], *e["predicted_alike"])]
     assert {name.split()[0] for name in names} == {"burst", "ring", "allgather", "ulysses"}
     assert found[0]["fits"] and found[0]["sent_bytes_a_layer"] > 0
     assert found[0]["memory_parts"]["weights"] > 0
-    seconds = [each["seconds_a_step"] for each in found]
-    assert all(each <= 1.02 * min(seconds[i:]) for i, each in enumerate(seconds))
     assert sum(each["is_default"] for each in found) == 1
     assert {each["cp_comm_type"] for each in found} >= {"p2p", "a2a", "a2a+p2p", "all_gather"}
     assert sum(found[0]["bounds"].values()) == pytest.approx(1)
@@ -323,8 +313,6 @@ def test_json_of_what_does_not_fit_is_printed_and_ends_with_status_1(
 UNRANKED = """\
 
     say --cluster and --gpus, or --run
---run no
-    there is no run no
 --cluster x --gpus 8 --model 14b
     there is no cluster x
 --model 14b --cluster a800 --gpus 8 --seq-length 262144
@@ -347,14 +335,8 @@ UNRANKED = """\
     cannot be predicted here: stages of as many layers alone are
 --run toy -- --hidden-size abc
     --hidden-size abc is not a positive whole
---run toy --gpt -- --num-layers x
-    --num-layers x is not a positive whole
 --run toy -- --mtp-num-layers x
     --mtp-num-layers x is not a whole number
---run toy -- --seq-length 2k
-    --seq-length 2k is not a
---run toy -- --window-size abc
-    --window-size abc is not LEFT,0
 --run toy -- --window-size 100,5
     --window-size 100,5 is not LEFT,0
 --run toy -- --no-hidden-size
@@ -368,8 +350,6 @@ UNRANKED = """\
     -size 1: a multiple of 4 does
 --run toy -- --optimizer-cpu-offload --optimizer-offload-fraction x
     --optimizer-offload-fraction x is not between 0 and 1
---run toy --gpt -- --hybrid-override-pattern M-*-
-    --hybrid-override-pattern M-*- cannot be predicted here: give it as --hybrid-layer-
 --run qwen3_30b_a3b_128k_64gpu_h100 -- --tensor-model-parallel-size 2
     refuses them in their first forward without --sequence-parallel
 --run toy -- --expert-tensor-parallel-size 3
@@ -391,8 +371,6 @@ UNRANKED = """\
     --recompute-modules names none
 --run toy -- --yaml-cfg x.yaml
     --yaml-cfg is not read here
---run toy -- --fp16
-    --fp16 True cannot be predicted
 --run llama3_8b_256k_8gpu_h100 -- --recompute-num-layers 1
     --recompute-num-layers 1 cannot be predicted here: 2 alone
 --run toy --gpt -- --recompute-num-layers 2
