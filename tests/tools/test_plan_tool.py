@@ -9,7 +9,6 @@ import pytest
 
 from megatron_burst.config import BurstConfig
 from megatron_burst.plans.choice.degree import degrees
-from megatron_burst.plans.choice.timing import sum_bytes
 from megatron_burst.tools.arguments.plan import parser
 from megatron_burst.tools.command import main
 from megatron_burst.tools.flags import Flags, parsed, whole
@@ -94,23 +93,6 @@ def test_a_double_ring_sends_one_block_over_the_card_while_the_node_works() -> N
     assert forward.seconds == pytest.approx(block / 1e8 + within + tile, rel=0.02)
 
 
-def test_gpus_that_share_a_card_halve_it() -> None:
-    alone = workload(cluster(gpus_per_node=2), 4, algorithm="ring", topology="double")
-    shared = replace(alone, cluster=cluster(gpus_per_node=2, gpus_per_nic=2))
-    block = 2 * TOKENS * HEADS * DIM * 2
-    more = [timing.attention_passes(load)[0].seconds for load in (shared, alone)]
-    assert more[0] - more[1] == pytest.approx(block / 1e8, rel=1e-6)
-
-
-def test_contention_and_copies_slow_the_computing() -> None:
-    base = workload(cluster(within_rate=1e12), 2, algorithm="ring")
-    plain = timing.attention_passes(base)[0].seconds
-    block = 2 * TOKENS * HEADS * DIM * 2
-    for change, more in ({"copy_rate": 1e9}, block / 1e9), ({"contention": 0.5}, block / 2e12):
-        slower = replace(base, cluster=cluster(within_rate=1e12, **change))
-        assert timing.attention_passes(slower)[0].seconds - plain == pytest.approx(more, rel=1e-6)
-
-
 def test_an_all_to_all_is_waited_for() -> None:
     load = workload(cluster(), 4, algorithm="ulysses")
     forward, _, _ = timing.attention_passes(load)
@@ -118,22 +100,6 @@ def test_an_all_to_all_is_waited_for() -> None:
     assert forward.sent == sent
     repacked = 4 * (sent * 4 // 3)  # all of it is read and written, before and after
     assert forward.exposed == pytest.approx(sent / 1e9 + repacked / 1e12)
-
-
-@pytest.mark.parametrize(
-    ("topology", "kind", "visitors"),
-    [("flat", "query", 3), ("flat", "kv", 0), ("mesh", "query", 1), ("mesh", "kv", 1)],
-)
-def test_visiting_queries_cost_a_surrogate_for_their_outputs(
-    topology: str, kind: str, visitors: int
-) -> None:
-    """One a visit, however many blocks it meets; in the forward the result is rounded."""
-    load = workload(cluster(), 4, algorithm="burst", backward=kind, topology=topology)
-    work = timing.chosen(load.ring)[0].backward[0].schedule.work(backward=True)
-    own = work._replace(visitors=0 * work.visitors)
-    for backward, each in ((True, 2 + 2), (False, 4 + 2)):
-        every, kept = (sum_bytes(w, load.ring.shape, backward) for w in (work, own))
-        assert set((every - kept).sum(axis=0)) == {visitors * TOKENS * HEADS * DIM * each}
 
 
 def test_a_part_of_the_forward_runs_again() -> None:
