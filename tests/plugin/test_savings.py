@@ -35,7 +35,7 @@ from megatron_burst.plugin.attention.contexts import Contexts  # noqa: E402
 from megatron_burst.plugin.attention.recompute import RecomputeHooks  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.lm_head import ChunkedHead  # noqa: E402
-from megatron_burst.plugin.hooks.mlp import ChunkedMlps  # noqa: E402
+from megatron_burst.plugin.hooks.mlp import ChunkedMlp, ChunkedMlps  # noqa: E402
 from megatron_burst.plugin.hooks.offload import OffloadInputs  # noqa: E402
 from megatron_burst.plugin.layer_spec import burst_layer_spec, stack_spec  # noqa: E402
 from megatron_burst.plugin.local_layers import block_spec  # noqa: E402
@@ -155,6 +155,24 @@ def test_the_gradient_of_every_parameter_equals_that_without(
     for name, value in expected.items():
         worst = (saved[name] - value).norm() / value.norm()
         assert worst < 1e-6, (name, worst)
+
+
+@pytest.mark.parametrize(
+    ("kind", "together", "read", "last"),
+    [("gpt", 1, 0, 3), ("gpt", 2, 1, 2), ("hybrid", 2, 0, 3), ("hybrid", 3, 2, 2)],
+)
+def test_a_replay_makes_the_output_of_an_mlp_where_a_layer_is_behind_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, together: int, read: int, last: int
+) -> None:
+    """The last layer of a checkpoint returns nothing, and its three chunks run once, backward."""
+    model, run = model_of(kind, together, saves=True), ChunkedMlp.run
+    losses, ran, sizes = losses_of(model), [], []
+    monkeypatch.setattr(ChunkedMlp, "run", lambda mlp, x: ran.append(x) or run(mlp, x))
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda *given: sizes.append(len(given[2][0].untyped_storage())))
+    losses.sum().backward()
+    assert len(ran) == 3 * (LAYERS + read)
+    assert sum(size < TOKENS for size in sizes) == last
 
 
 @pytest.mark.parametrize("kind", ["gpt", "hybrid"])

@@ -161,6 +161,15 @@ FLAGS: Flags = {
 }
 
 
+@pytest.mark.parametrize(
+    ("pattern", "replays"), [("*-*-", False), ("*-*-*", False), ("-*-*", True), ("*-*-|-*-*", True)]
+)
+def test_mlps_are_replayed_where_a_layer_is_behind_them(pattern: str, replays: bool) -> None:
+    """In chunks, and in checkpoints of two layers of each part."""
+    flags = {**FLAGS, "hybrid-layer-pattern": pattern}
+    assert workload_of(flags, CONFIGS.cluster("a800"), 16).replays_mlps == replays
+
+
 def test_only_the_distributed_optimizer_is_sharded() -> None:
     single = {name: value for name, value in FLAGS.items() if name != "bf16"}
     machine = CONFIGS.cluster("a800")

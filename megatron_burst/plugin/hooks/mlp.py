@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -38,7 +37,7 @@ class ChunkedMlps:
             refuse_all(
                 "--mlp-chunks cannot run this", broken_limits(MLP_LIMITS, model.config, MLP_WORKING)
             )
-            replayed = _replayed_alone(model)
+            replayed = _replayed_last(model)
             mlps = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model, replayed)]
             for layer in replayed:
                 layer.register_forward_hook(_forget_output)
@@ -49,23 +48,25 @@ class ChunkedMlps:
 def _mlps(model: Any, replayed: Sequence[Any]) -> Iterator[tuple[MLP, bool]]:
     """Yield the MLPs of a model, and whether their output is read when their layer is replayed.
 
-    A dense MLP's is added to the residual, and a sum's gradient needs neither summand; only where
-    a checkpoint holds one layer, of the decoder's, is nothing behind that sum.
+    A dense MLP's is added to the residual, and a sum's gradient needs neither summand; only in the
+    last layer of a checkpoint, of the decoder's, is nothing behind that sum.
     """
-    alone = {id(layer) for layer in replayed}
+    last = {id(layer) for layer in replayed}
     for layer in model.modules():
         if isinstance(layer, TransformerLayer):
             if isinstance(layer.mlp, MLP):
-                yield layer.mlp, id(layer) not in alone
+                yield layer.mlp, id(layer) not in last
             elif isinstance(shared := getattr(layer.mlp, "shared_experts", None), MLP):
                 yield shared, True
 
 
-def _replayed_alone(model: Any) -> Sequence[Any]:
-    """Return the decoder's layers if every checkpoint of a full recompute holds one of them."""
-    config: TransformerConfig = model.config
-    alone = config.recompute_method == "block" or config.recompute_num_layers == 1
-    return model.decoder.layers if config.recompute_granularity == "full" and alone else ()
+def _replayed_last(model: Any) -> Sequence[Any]:
+    """Return the decoder's layers that are the last of a checkpoint of a full recompute."""
+    config, layers = model.config, [*model.decoder.layers]
+    if config.recompute_granularity != "full":
+        return ()
+    together = 1 if config.recompute_method == "block" else config.recompute_num_layers
+    return [x for i, x in enumerate(layers, 1) if i % together == 0 or i == len(layers)]
 
 
 def _forget_output(_: Any, __: Any, output: Any) -> None:

@@ -13,7 +13,7 @@ from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
 from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
-from megatron_burst.tools.flags import Flags, cut, kept, whole, window_of
+from megatron_burst.tools.flags import Flags, cut, kept, staged, whole, window_of
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
@@ -72,6 +72,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     _refuse(given)
     element_bytes, gradient_bytes = _widths(given)
     chunking, fsdp = loss_chunking(given), bool(given.get("use-megatron-fsdp"))
+    stages, virtual = whole(given, "pipeline-model-parallel-size"), _virtual(given)
     load = Workload(
         model=model_of(given),
         cluster=cluster,
@@ -79,8 +80,8 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         tensor=(tensor := whole(given, "tensor-model-parallel-size")),
         context=whole(given, "context-parallel-size"),
         hides_experts=bool(given.get("overlap-moe-expert-parallel-comm")),
-        pipeline=whole(given, "pipeline-model-parallel-size"),
-        virtual=_virtual(given),
+        pipeline=stages,
+        virtual=virtual,
         expert=whole(given, "expert-model-parallel-size"),
         expert_tensor=whole(given, "expert-tensor-parallel-size", tensor),
         gathers_tokens=given.get("moe-token-dispatcher-type", "allgather") == "allgather",
@@ -95,7 +96,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         chunked_loss=chunking is not None,
         recompute_offload=config_of(LayerConfig, given).recompute_offload,
         mlp_chunks=_mlp_chunks(given),
-        replays_mlps=whole(given, "recompute-num-layers") > 1,
+        replays_mlps=_replays_mlps(given, stages * virtual),
         loss_bytes=chunking.peak if chunking else 0,
         head_products=chunking.products if chunking else 3,
         zero3=fsdp,
@@ -149,6 +150,12 @@ def _mlp_chunks(given: Flags) -> int:
         between //= tensor
     chunks = config_of(MlpConfig, given).chunks
     return chunks or choose_mlp_chunks(tokens, model.hidden, between)
+
+
+def _replays_mlps(given: Flags, parts: int) -> bool:
+    """Whether layers are behind dense MLPs in their checkpoints, of two layers of a pattern."""
+    pattern = str(staged(given, parts).get("hybrid-layer-pattern", "")).partition("/")[0]
+    return any("-" in part[:-1:2] for part in pattern.split("|"))
 
 
 def loss_chunking(given: Flags) -> Chunking | None:

@@ -79,7 +79,7 @@ class Workload:
     offload: float = 0.0  # the share of the optimizer that is in the host's memory
     recompute_offload: bool = False  # what recompute saves is: layers' inputs, attention's results
     mlp_chunks: int = 1  # pieces of the tokens that the MLP computes one after the other
-    replays_mlps: bool = False  # in chunks, because a checkpoint holds more than one layer
+    replays_mlps: bool = False  # in chunks, because layers are behind them in checkpoints
     sequence_parallel: bool = True  # norms and sums are spread over the tensor-parallel ranks
     fp8: bool = False  # matrix products of the layers, not of the LM head or of attention
     element_bytes: int = 2
