@@ -8,10 +8,9 @@ with 1024 up to 63 %, or 30 % where the host's time of the hops counts.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -69,24 +68,33 @@ def made_for(ring: Ring, channel: Channel) -> Communicator:
     return communicator(fabric, *where, max_ctas(channel, where[0] * where[1], gpus))
 
 
+class _Message(NamedTuple):
+    posted: tuple[int, int]  # pass and step, alike for those that are posted together
+    peer: int
+    is_sent: bool
+    is_far: bool
+    size: int
+
+
 def uses(ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape) -> Mapping[Channel, Use]:
     """Count the messages of the rank in the middle in both passes: of blocks, and of results.
 
     Nothing where the links are not known.
     """
+    if not ring.machine.nvlinks:
+        return {}
+    nodes, rank = ring.nodes, len(ring.nodes) // 2
     messages = defaultdict[Channel, list[_Message]](list)
-    if ring.machine.nvlinks:
-        for channel, message in (*_of_ring(ring, schedules, shape), *_of_heads(ring)):
-            messages[channel].append(message)
-    return {key: _use(made_for(ring, key), of_channel) for key, of_channel in messages.items()}
-
-
-class _Message(NamedTuple):
-    posted: Hashable  # when, alike for those that are posted together
-    peer: int
-    is_sent: bool
-    is_far: bool
-    size: int
+    for backward, schedule in enumerate(schedules):
+        sizes, local = shape.item_bytes(backward=bool(backward)), schedule.tiling.local_tokens
+        for hop in schedule.hops(rank, backward=bool(backward)):
+            is_sent = hop.source == rank
+            peer, part = hop.target if is_sent else hop.source, hop.item.packed
+            size = sizes[hop.item.kind] * (part.length if part else local) // local
+            posted, is_far = (backward, hop.leaves), nodes[peer] != nodes[rank]
+            messages[hop.channel].append(_Message(posted, peer, is_sent, is_far, size))
+    used = {key: _use(made_for(ring, key), of_channel) for key, of_channel in messages.items()}
+    return used | ({Channel.HEADS: _of_heads(ring)} if ring.heads > 1 else {})
 
 
 def _use(group: Communicator, messages: list[_Message]) -> Use:
@@ -99,27 +107,11 @@ def _use(group: Communicator, messages: list[_Message]) -> Use:
     return Use(group, Peers(*peers), len(posted), max(each.size for each in messages), at_once)
 
 
-def _of_ring(
-    ring: Ring, schedules: tuple[Schedule, Schedule], shape: Shape
-) -> Iterator[tuple[Channel, _Message]]:
-    nodes, rank = ring.nodes, len(ring.nodes) // 2
-    for backward, schedule in enumerate(schedules):
-        sizes, local = shape.item_bytes(backward=bool(backward)), schedule.tiling.local_tokens
-        for hop in schedule.hops(rank, backward=bool(backward)):
-            is_sent = hop.source == rank
-            peer, part = hop.target if is_sent else hop.source, hop.item.packed
-            size = sizes[hop.item.kind] * (part.length if part else local) // local
-            posted, is_far = (backward, hop.leaves), nodes[peer] != nodes[rank]
-            yield hop.channel, _Message(posted, peer, is_sent, is_far, size)
-
-
-def _of_heads(ring: Ring) -> Iterator[tuple[Channel, _Message]]:
+def _of_heads(ring: Ring) -> Use:
     """Two all-to-alls a pass: of q, k and v, and of the output."""
-    for peer in range(1, ring.heads):
-        size = _share_of_heads(ring)
-        for posted, is_sent in product(("there", "back", "d back", "d there"), (False, True)):
-            is_far = peer >= ring.local
-            yield Channel.HEADS, _Message(posted, peer, is_sent, is_far, size)
+    others, near = ring.heads - 1, min(ring.heads, ring.local) - 1
+    peers = Peers(near, near, others - near, others - near)
+    return Use(made_for(ring, Channel.HEADS), peers, 4 * others, _share_of_heads(ring), others)
 
 
 def _share_of_heads(ring: Ring) -> int:
@@ -150,14 +142,11 @@ def reached(ring: Ring, schedule: Schedule, shape: Shape, *, backward: bool) -> 
         together = np.bincount(steps[legs], minlength=1 + max(steps, default=0))[steps]
         reads = Channel.READ_WITHIN, Channel.READ_ACROSS
         ways = (Channel.GRADIENT_WITHIN,) * 2 if is_result else reads
-        groups = (made_for(ring, way) for way in ways)
-        channels = np.where(
-            after[loads.sources] == loads.targets,
-            *(
-                np.minimum(x.channels, together[:, None] * x.channels_of(loads.sizes))
-                for x in groups
-            ),
+        to_next, to_others = (
+            np.minimum(x.channels, together[:, None] * x.channels_of(loads.sizes))
+            for x in (made_for(ring, way) for way in ways)
         )
+        channels = np.where(after[loads.sources] == loads.targets, to_next, to_others)
         moved += loads.sizes[goes].sum()
         rates = np.minimum(machine.within_rate, channels[goes] * machine.channel_rate)
         seconds += (loads.sizes[goes] / rates).sum()
