@@ -1,6 +1,6 @@
 """The machines that a step runs on: what a GPU and its links sustain, as values."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,20 +8,22 @@ from megatron_burst.plans.choice.machine import HEAD_GRAIN, HOP_SECONDS, KEYS_A_
 from megatron_burst.tools.flops import peak_tflops
 
 _LARGEST = 1e18
+# What a cluster file says; what it may leave out has the default of a field below.
+_COUNTS = ("gpus_per_node", "nics_per_node", "gpus_per_host", "nvlinks", "channels")
+_NUMBERS = {
+    "memory_gib": ("memory", 2**30),
+    "host_gib": ("host_memory", 2**30),
+    "fp8_speedup": ("fp8_speedup", 1),
+    "peak_tflops": ("peak", 1e12),
+}
 _NEEDED = ("gpus_per_node", "nics_per_node", "memory_gib")
-_OPTIONAL = (
-    *("gpu", "peak_tflops", "gpus_per_host", "host_gib", "fp8_speedup", "contended"),
-    *("nvlinks", "channels", "rates"),
-)
-_COUNTS = ("gpus_per_node", "gpus_per_host", "nics_per_node", "nvlinks", "channels")
-# Of rates that need not be given.
-_USUAL = {"within_us": 0.0, "nic_us": 0.0, "host_gb_s": 25.0, "channel_gb_s": 1e9}
-_RATES = (
+_NEEDED_RATES = (
     *("forward_tflops", "backward_tflops", "linear_tflops"),
-    *("memory_gb_s", "within_gb_s", "nic_gb_s", *_USUAL),
+    *("memory_gb_s", "within_gb_s", "nic_gb_s"),
 )
-_CAPABILITIES = {"A": (8, 0), "H": (9, 0), "B": (10, 0), "GB": (10, 0)}  # by a GPU's name
+_RATES = (*_NEEDED_RATES, "within_us", "nic_us", "host_gb_s", "channel_gb_s")
 _UNITS = {"tflops": ("rate", 1e12), "gb_s": ("rate", 1e9), "us": ("latency", 1e-6)}
+_CAPABILITIES = {"A": (8, 0), "H": (9, 0), "B": (10, 0), "GB": (10, 0)}  # by a GPU's name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,34 +59,27 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
         ValueError: a value is missing, unknown or no number that it can be, or the GPU's peak is
             not known.
     """
-    if missing := [field for field in _NEEDED if field not in table]:
-        raise ValueError(f"cluster {name} has no {', '.join(missing)}")
-    _refuse_unknown(name, "", table, (*_NEEDED, *_OPTIONAL))
-    counts = {field: _count(name, field, table[field]) for field in _COUNTS if field in table}
-    if "peak_tflops" in table:
-        peak = 1e12 * _number(name, "peak_tflops", table["peak_tflops"])
-    else:
-        peak = 1e12 * (peak_tflops(str(table.get("gpu", ""))) or 0.0)
+    others = ("gpu", "contended", "rates")
+    _check_names(name, "", table, _NEEDED, (*_COUNTS, *_NUMBERS, *others))
+    values: dict[str, Any] = {n: _count(name, n, table[n]) for n in _COUNTS if n in table}
+    values["gpus_per_nic"] = max(1, values["gpus_per_node"] // values.pop("nics_per_node"))
+    for field, (what, unit) in _NUMBERS.items():
+        if field in table:
+            values[what] = unit * _number(name, field, table[field])
+    gpu = str(table.get("gpu", ""))
+    peak = values.setdefault("peak", 1e12 * (peak_tflops(gpu) or 0.0))
     if not peak:
         raise ValueError(f"cluster {name}: its peak is not known; give it peak_tflops")
     return Cluster(
         name=name,
-        gpu=str(table.get("gpu", "")),
-        gpus_per_node=counts["gpus_per_node"],
-        gpus_per_host=counts.get("gpus_per_host", 0),
-        nvlinks=counts.get("nvlinks", 0),
-        channels=counts.get("channels", 1),
-        memory=_number(name, "memory_gib", table["memory_gib"]) * 2**30,
-        host_memory=_number(name, "host_gib", table.get("host_gib", _LARGEST)) * 2**30,
+        gpu=gpu,
+        **values,
         **_rates(name, table.get("rates", {}), peak, constant),
-        fp8_speedup=_number(name, "fp8_speedup", table.get("fp8_speedup", 1.0)),
-        gpus_per_nic=max(1, counts["gpus_per_node"] // counts["nics_per_node"]),
         contention=constant("contention") if table.get("contended") else 0.0,
         copy_rate=float("inf"),
         experts_seconds=1e-3 * constant("experts_ms"),
         update_seconds=1e-9 * constant("host_update"),
         hop_seconds=HOP_SECONDS,
-        peak=peak,
         grain=KEYS_A_CALL,
         head_grain=HEAD_GRAIN,
         traffic=constant("traffic"),
@@ -92,17 +87,12 @@ def cluster_of(name: str, table: Mapping[str, Any], constant: Callable[[str], fl
 
 
 def _rates(
-    name: str, table: Any, peak: float, constant: Callable[[str], float]
-) -> Mapping[str, float]:
+    name: str, given: Mapping[str, Any], peak: float, constant: Callable[[str], float]
+) -> dict[str, Any]:
     """Return the rates by their fields, in units without prefixes."""
-    if not isinstance(table, Mapping):
-        raise ValueError(f"cluster {name}: rates = {table!r} is no table")
-    _refuse_unknown(name, "rate ", table, _RATES)
-    given, rates = _USUAL | dict(table), {}
-    for field in _RATES:
-        if field not in given:
-            raise ValueError(f"cluster {name} has no rate {field}")
-        value = given[field]
+    _check_names(name, "rate ", given, _NEEDED_RATES, _RATES)
+    rates = {}
+    for field, value in given.items():
         value = value[0] if isinstance(value, list) and value else value
         what, _, unit = field.partition("_")
         kind, size = _UNITS[unit]
@@ -116,7 +106,11 @@ def _rates(
     return rates
 
 
-def _refuse_unknown(name: str, what: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+def _check_names(
+    name: str, what: str, table: Mapping[str, Any], needed: Collection[str], known: Collection[str]
+) -> None:
+    if missing := [field for field in needed if field not in table]:
+        raise ValueError(f"cluster {name} has no {what}{', '.join(missing)}")
     if unknown := sorted(set(table) - set(known)):
         raise ValueError(
             f"cluster {name} has an unknown {what}{', '.join(unknown)}; known are "

@@ -54,8 +54,7 @@ class Configs(NamedTuple):
 
     def run(self, name: str) -> Run:
         """Return a run."""
-        _check("run", name, self.tables)
-        table = _inherited(self.tables, name)
+        table = _named("run", name, self.tables)
         given = self.model(table["model"]) | table["flags"]
         given.setdefault("max-position-embeddings", given["seq-length"])
         return Run(cluster=table["cluster"], gpus=table["gpus"], flags=kept(given))
@@ -66,8 +65,7 @@ class Configs(NamedTuple):
 
     def model(self, name: str) -> dict[str, Any]:
         """Return the flags of a model."""
-        _check("model", name, self.models)
-        return _inherited(self.models, name)
+        return _named("model", name, self.models)
 
     def constant(self, name: str) -> float:
         """Return one of the planner's fitted constants."""
@@ -84,10 +82,12 @@ class Configs(NamedTuple):
 
         tables = self.clusters
         if name.endswith(".toml"):
-            tables = {**tables, **_read(Path(name))}
+            try:
+                tables = {**tables, **tomllib.loads(Path(name).read_text())}
+            except ValueError as error:
+                raise ValueError(f"{name} is no TOML: {error}") from error
             name = Path(name).stem
-        _check("cluster", name, tables)
-        table = _inherited(tables, name, "rates")
+        table = _named("cluster", name, tables, "rates")
         table["rates"] = {**table.get("rates", {}), **rates}
         return cluster_of(name, table, self.constant)
 
@@ -96,16 +96,10 @@ def _names(tables: Table) -> list[str]:
     return [name for name in tables if not name.startswith("_")]
 
 
-def _check(what: str, name: str, tables: Table) -> None:
+def _named(what: str, name: str, tables: Table, merged: str = "flags") -> dict[str, Any]:
     if name not in _names(tables):
         raise ValueError(f"there is no {what} {name}; there are: {', '.join(_names(tables))}")
-
-
-def _read(path: Path) -> Table:
-    try:
-        return tomllib.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
+    return _inherited(tables, name, merged)
 
 
 def _inherited(
