@@ -154,7 +154,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         if line.strip():
             try:
                 yield json.loads(line)["text"].encode("utf-8")
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(f"{path}, line {number}: no JSON with a text: {error}") from error
 
 

@@ -40,7 +40,7 @@ _RANGE = re.compile(
     + r"(?: step (\d+): (\w+) ?(?:for step (\d+), (\d+) bytes)?)?"
 )
 _UNREADABLE = (
-    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError),
     *(EOFError, OSError, zlib.error),
 )
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

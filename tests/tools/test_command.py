@@ -158,22 +158,17 @@ def test_wrong_input_ends_in_one_line(
     assert printed("plan", 1) == "megatron-burst plan: P is 3\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("131072", 2**17), ("128k", 2**17), ("1M", 2**20), ("64K", 2**16)]
-)
-def test_tokens_are_written_short_or_long(text: str, count: int) -> None:
-    assert options.tokens(text) == count
+def test_tokens_are_written_short_or_long() -> None:
+    read = [*map(options.tokens, ("131072", "128k", "1M", "64K", "1000"))]
+    assert read == [2**17, 2**17, 2**20, 2**16, 1000]
+    written = [options.in_units(count) for count in read[1:]]
+    assert written == ["131072 (128k)", "1048576 (1M)", "65536 (64k)", "1000"]
 
 
 @pytest.mark.parametrize("text", ["0", "0k", "-1", "k", "", "1.5M", "2kk", "²"])
 def test_what_counts_no_tokens_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         options.tokens(text)
-
-
-def test_a_number_of_tokens_has_its_short_form_behind_it() -> None:
-    written = [options.in_units(count) for count in (131072, 2**20, 1000)]
-    assert written == ["131072 (128k)", "1048576 (1M)", "1000"]
 
 
 def test_words_behind_two_dashes_are_anothers() -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,21 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-from megatron_burst.tools import command, corpus
+from megatron_burst.tools import corpus
+from tests.tools.conftest import Printed
+
+type Make = Callable[..., str]
 
 
-def run(output: Path, *arguments: object) -> int:
-    return command.main(["corpus", "--output", str(output), *map(str, arguments)])
-
-
-@pytest.fixture(autouse=True)
-def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small texts will do."""
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, printed: Printed) -> Make:
+    """Writes a corpus, for which small texts will do, and returns what is said of it."""
     monkeypatch.setattr(corpus, "LEAST", 1)
+
+    def of(output: Path, *words: object, status: int = 0) -> str:
+        return printed(["corpus", "--output", str(output), "--input", *map(str, words)], status)
+
+    return of
 
 
 def facts(output: Path) -> dict:
@@ -37,23 +42,21 @@ def tokens_of(prefix: str) -> list[list[int]]:
 
 
 def text_file(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode("utf-8"))
     return path
 
 
-def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path) -> None:
+def test_documents_are_their_bytes_and_an_end_token(tmp_path: Path, make: Make) -> None:
     folder = tmp_path / "in"
-    (folder / "b").mkdir(parents=True)
     text_file(folder / "b" / "two.txt", "zwei ü")
     text_file(folder / "a.txt", "one\n")
     text_file(folder / ".hidden", "no")
-    (folder / "b" / "__pycache__").mkdir()
     text_file(folder / "b" / "__pycache__" / "two.pyc", "no\0")
     text_file(folder / "empty.txt", "")
-    lines = tmp_path / "x.jsonl"
-    lines.write_text('{"text": "one"}\n\n{"text": "two", "other": 3}\n')
+    lines = text_file(tmp_path / "x.jsonl", '{"text": "one"}\n\n{"text": "two", "other": 3}\n')
     for given, texts in ((folder, [b"one\n", "zwei ü".encode()]), (lines, [b"one", b"two"])):
-        assert run(tmp_path, "--input", given) == 0
+        make(tmp_path, given)
         found = facts(tmp_path)
         assert tokens_of(found["prefix"]) == [[*text, 256] for text in texts]
         assert (found["documents"], found["tokens"]) == (2, sum(map(len, texts)) + 2)
@@ -79,8 +82,10 @@ def test_a_corpus_needs_no_megatron_and_no_torch(tmp_path: Path) -> None:
     assert len(IndexedDataset(facts(tmp_path)["prefix"])) == facts(tmp_path)["documents"]
 
 
-def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(tmp_path: Path) -> None:
-    run(tmp_path, "--input", text_file(tmp_path / "x.txt", "text"))
+def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(
+    tmp_path: Path, make: Make
+) -> None:
+    make(tmp_path, text_file(tmp_path / "x.txt", "text"))
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokenizer-type")
     parser.add_argument("--vocab-size", type=int)
@@ -92,44 +97,29 @@ def test_megatrons_tokenizer_has_the_same_vocabulary_and_end_token(tmp_path: Pat
     assert tokenizer.eod == tokens_of(facts(tmp_path)["prefix"])[0][-1] == corpus.END_OF_DOCUMENT
 
 
-def test_paragraphs_are_documents_if_asked_and_lengths_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_paragraphs_are_documents_if_asked_and_lengths_are_said(tmp_path: Path, make: Make) -> None:
     text = text_file(tmp_path / "x.txt", "a\nb\n\n\nccccc\r\n\r\ndd")
-    assert run(tmp_path, "--paragraphs", "--input", text) == 0
+    said, flags = make(tmp_path, text, "--paragraphs").splitlines()
     assert tokens_of(facts(tmp_path)["prefix"]) == [[*t, 256] for t in (b"a\nb", b"ccccc", b"dd")]
-    said, flags = capsys.readouterr().out.splitlines()
     assert "3 documents, 13 tokens; mean 4, median 4, longest 6" in said
     assert f"--data-path {tmp_path / 'corpus'} --tokenizer-type NullTokenizer --vocab-size" in flags
 
 
-def test_it_says_of_which_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for name in ("a.txt", "b.txt", "c.csv"):
-        text_file(folder / name, "text")
-    assert run(tmp_path, "--input", folder) == 0
-    assert "of files 2 .txt, 1 .csv: 3 documents" in capsys.readouterr().out
+def test_it_says_of_which_files(tmp_path: Path, make: Make) -> None:
+    files = [text_file(tmp_path / "in" / name, "text") for name in ("a.txt", "b.txt", "c.csv")]
+    assert "of files 2 .txt, 1 .csv: 3 documents" in make(tmp_path, files[0].parent)
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        *('{"body": "no text"}', '{"text": 3}', '["text"]', '{"text": ', '{"text": "\\ud800"}'),
-        "[" * 100_000,
-    ],
+    "line", ['{"body": "no text"}', '{"text": 3}', '["text"]', '{"text": ', '{"text": "\\ud800"}']
 )
-def test_a_bad_jsonl_line_is_named_by_its_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
-) -> None:
-    lines = tmp_path / "x.jsonl"
-    lines.write_text('{"text": "fine"}\n' + line + "\n")
-    assert run(tmp_path, "--input", lines) == 1
-    assert "x.jsonl, line 2: no JSON with a text" in capsys.readouterr().err
+def test_a_bad_jsonl_line_is_named_by_its_number(tmp_path: Path, make: Make, line: str) -> None:
+    lines = text_file(tmp_path / "x.jsonl", '{"text": "fine"}\n' + line + "\n")
+    assert "x.jsonl, line 2: no JSON with a text" in make(tmp_path, lines, status=1)
 
 
 def test_input_that_is_no_text_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "LEAST", 7)
     for path, message in [
@@ -138,63 +128,57 @@ def test_input_that_is_no_text_is_refused(
         (text_file(tmp_path / "short.txt", "short"), "6 tokens, at least 7 are needed"),
         (text_file(tmp_path / "x.png", "PNG\0 bytes"), f"--input {tmp_path}/x.png has NUL bytes"),
     ]:
-        assert run(tmp_path / "out", "--input", path) == 1
-        assert message in capsys.readouterr().err
+        assert message in make(tmp_path / "out", path, status=1)
 
 
 def test_too_much_is_cut_between_documents(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    text_file(folder / "a", "x" * 600)
-    text_file(folder / "b", "y" * 600)
-    assert run(tmp_path, "--input", folder) == 0
+    text_file(tmp_path / "in" / "a", "x" * 600)
+    folder = text_file(tmp_path / "in" / "b", "y" * 600).parent
+    assert "cut at" not in make(tmp_path, folder)
     assert facts(tmp_path)["tokens"] == 1202
-    assert "cut at" not in capsys.readouterr().out
     monkeypatch.setattr(corpus, "LIMIT", 1000)
-    assert run(tmp_path, "--input", folder) == 0
+    assert "cut at 1000 bytes" in make(tmp_path, folder)
     assert facts(tmp_path)["tokens"] == 601
-    assert "cut at 1000 bytes" in capsys.readouterr().out
     monkeypatch.setattr(corpus, "LIMIT", 500)
-    assert run(tmp_path, "--input", folder) != 0
-    assert "the first document has 600 bytes, and 500 are taken" in capsys.readouterr().err
+    said = make(tmp_path, folder, status=1)
+    assert "the first document has 600 bytes, and 500 are taken" in said
 
 
-def test_another_text_replaces_the_first_and_has_another_digest(tmp_path: Path) -> None:
+def test_another_text_replaces_the_first_and_has_another_digest(tmp_path: Path, make: Make) -> None:
     text, out = text_file(tmp_path / "x.txt", "some text"), tmp_path / "out"
-    run(out, "--input", text)
+    make(out, text)
     first = facts(out)
-    run(out, "--input", text_file(text, "other text"))
+    make(out, text_file(text, "other text"))
     assert tokens_of(first["prefix"]) == [[*b"other text", 256]]
     assert facts(out)["source"] != first["source"]
 
 
 def test_who_reads_the_old_files_keeps_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written in place, a mapped file that became shorter would end its reader by SIGBUS."""
     text, out = text_file(tmp_path / "x.txt", "some text" * 1000), tmp_path / "out"
-    run(out, "--input", text)
+    make(out, text)
     names = ("corpus.bin", "corpus.idx", "corpus.json")
     before = [(out / name).stat() for name in names]
-    run(out, "--input", text)
+    make(out, text)
     after = [(out / name).stat() for name in names]
     assert [(s.st_ino, s.st_mtime_ns) for s in before] == [(s.st_ino, s.st_mtime_ns) for s in after]
     mapped = IndexedDataset(facts(out)["prefix"])
-    monkeypatch.setattr(np, "append", lambda *_: 1 / 0)  # as an error while it writes
-    with pytest.raises(ZeroDivisionError):
-        run(out, "--input", text_file(text, "short"))
+    text_file(text, "short")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(np, "append", lambda *_: 1 / 0)  # as an error while it writes
+        make(out, text)
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
-    monkeypatch.undo()
-    monkeypatch.setattr(corpus, "LEAST", 1)
-    run(out, "--input", text)
+    make(out, text)
     assert mapped[0].tolist() == [*b"some text" * 1000, 256]
     assert tokens_of(facts(out)["prefix"]) == [[*b"short", 256]]
 
 
-def test_megatrons_gpt_dataset_serves_the_text(tmp_path: Path) -> None:
-    run(tmp_path, "--input", text_file(tmp_path / "x.txt", "abcdefgh" * 40))
+def test_megatrons_gpt_dataset_serves_the_text(tmp_path: Path, make: Make) -> None:
+    make(tmp_path, text_file(tmp_path / "x.txt", "abcdefgh" * 40))
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=16,
