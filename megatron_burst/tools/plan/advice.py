@@ -6,12 +6,11 @@ from typing import Any
 from megatron_burst.tools.flags import Flags, arguments
 from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.ranking import Candidate
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import lacking
 from megatron_burst.tools.plan.workload import Workload
-
-_GIB = memory.GIB
 
 
 def savings_that_fit(given: Flags, cluster: Cluster, gpus: int) -> dict[str, Any] | None:
@@ -34,26 +33,20 @@ def savings_that_fit(given: Flags, cluster: Cluster, gpus: int) -> dict[str, Any
 def nothing_fits(candidates: Sequence[Candidate]) -> str:
     """Say how much memory the way that needs least lacks, and what would help."""
     least = min(candidates, key=lambda each: each.memory.total)
-    cluster = least.load.cluster
+    load, cluster = least.load, least.load.cluster
     if candidates[0].lacks == "host":
-        needed = min(each.host_bytes for each in candidates) / _GIB
-        there = memory.usable_host(cluster) / _GIB
+        needed = min(each.host_bytes for each in candidates) / GIB
         return (
-            f"nothing fits: at least {needed:.0f} GiB of a host are needed, and {there:.0f} may be "
-            "counted: more nodes"
+            f"nothing fits: at least {needed:.0f} GiB of a host are needed, and "
+            f"{memory.usable_host(cluster) / GIB:.0f} may be counted: more nodes"
         )
+    added = savings_that_fit(least.flags, cluster, load.gpus)
+    with_them = [f"{' '.join(arguments(added))}, with which it fits"] if added else []
+    others = ", or ".join((*with_them, *remedies(load, is_saved=bool(added))))
     return (
-        f"nothing fits: at least {least.memory.total / _GIB:.0f} GiB are needed, {cluster.name} "
-        f"has room for {memory.usable(cluster) / _GIB:.0f}: {', or '.join(_remedies(least))}, or "
-        "--search for what does"
+        f"nothing fits: at least {least.memory.total / GIB:.0f} GiB are needed, {cluster.name} has "
+        f"room for {memory.usable(cluster) / GIB:.0f}: {others}, or --search for what does"
     )
-
-
-def _remedies(least: Candidate) -> Iterator[str]:
-    load = least.load
-    if added := savings_that_fit(least.flags, load.cluster, load.gpus):
-        yield f"{' '.join(arguments(added))}, with which it fits"
-    yield from remedies(load, is_saved=bool(added))
 
 
 def remedies(load: Workload, *, is_saved: bool = False) -> Iterator[str]:
@@ -61,12 +54,6 @@ def remedies(load: Workload, *, is_saved: bool = False) -> Iterator[str]:
     if not (load.recompute or is_saved):
         yield "--recompute-granularity full"
     yield "more GPUs"
-    if may_be_wider(load):
+    twice = 2 * load.tensor  # within a node
+    if twice <= min(load.gpus, load.cluster.gpus_per_node) and load.model.heads % twice == 0:
         yield "a larger --tensor-model-parallel-size"
-
-
-def may_be_wider(load: Workload) -> bool:
-    """Whether twice the tensor-parallel ranks could hold the heads, within a node."""
-    twice = 2 * load.tensor
-    fits = twice <= min(load.gpus, load.cluster.gpus_per_node)
-    return fits and load.model.heads % twice == 0

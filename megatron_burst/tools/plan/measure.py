@@ -130,11 +130,10 @@ def _copies(timed: Device) -> dict[str, float]:
     source = torch.empty(count, dtype=torch.uint8, device=timed.device)
     target = torch.empty_like(source)
     host = torch.empty(count, dtype=torch.uint8, pin_memory=timed.is_gpu)
-    rates = {
+    return {
         "memory_gb_s": 2 * count / timed.seconds(lambda: target.copy_(source)) / 1e9,
         "host_gb_s": count / timed.seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9,
     }
-    return rates
 
 
 def message_rates(timed: Device, nics_per_node: int) -> dict[str, float]:

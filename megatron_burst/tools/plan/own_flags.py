@@ -1,5 +1,6 @@
 """The flags behind `--`: all of them known, and those among them that take a default back."""
 
+import argparse
 import warnings
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -10,8 +11,6 @@ from megatron_burst.plugin.flags import ENDED, all_flags
 from megatron_burst.tools.flags import Flags
 from megatron_burst.tools.plan.configs import Configs
 
-_NO = "no-"
-
 
 def checked(configs: Configs, given: Flags) -> dict[str, Any]:
     """Return the flags; those that `--no-NAME` takes back, and what hangs on them, as False.
@@ -21,7 +20,7 @@ def checked(configs: Configs, given: Flags) -> dict[str, Any]:
     """
     usual, flags = _usual(configs), dict[str, Any]()
     for name, value in given.items():
-        of = name.removeprefix(_NO)
+        of = name.removeprefix("no-")
         if name in usual:
             flags[name] = value
         elif of in usual:
@@ -59,8 +58,6 @@ def _refuse_unknown(name: str, usual: Collection[str]) -> None:
 @cache
 def _of_megatron() -> frozenset[str]:
     """All that Megatron's parser knows; none where it is not installed."""
-    import argparse
-
     try:
         with warnings.catch_warnings(action="ignore"):
             from megatron.training.arguments import add_megatron_arguments
