@@ -5,6 +5,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from megatron_burst.tools.doctor import checks
 from megatron_burst.tools.doctor.launch_line import OUR_RUNNER, LaunchLine
@@ -16,11 +17,9 @@ from megatron_burst.tools.plan.advice import nothing_fits
 from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.pasted import CONNECTIONS, Change, Pasted, as_it_stands, change
 from megatron_burst.tools.plan.ranking import Candidate, candidate
-from megatron_burst.tools.plan.reading import workload_of
 
 _COLUMNS = "U", "GPU", "host", "exposed", "s/step", "tok/s", "MFU"
 _KEPT: Flags = {"recompute-attention-fraction": 0}
-_NO_DOCTOR = "megatron-core is not installed here, and its parser is what the doctor runs"
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,16 @@ class Answer:
 
     def as_json(self) -> str:
         """Return one JSON object."""
-        findings = self.findings
-        commands = self.pasted.words, self.change.of_command(self.pasted)
-        steps = [
-            {"error": step} if isinstance(step, str) else screen.figures(step)
-            for step in (self.stands, self.ours)
-        ]
-        names = "as_it_stands", "with_our_flags"
-        both = zip(names, steps, commands, strict=True)
+
+        def said(step: Candidate | str, words: Sequence[str]) -> dict[str, Any]:
+            figures = {"error": step} if isinstance(step, str) else screen.figures(step)
+            return {**figures, "command": shlex.join(words)}
+
         return json.dumps(
             {
-                "findings": None if findings is None else [*map(asdict, findings)],
-                **{key: step | {"command": shlex.join(words)} for key, step, words in both},
+                "findings": None if self.findings is None else [*map(asdict, self.findings)],
+                "as_it_stands": said(self.stands, self.pasted.words),
+                "with_our_flags": said(self.ours, self.change.of_command(self.pasted)),
                 "and_attention_kept": self.kept and screen.figures(self.kept),
                 "add": arguments(self.change.add),
                 "drop": arguments(self.change.drop),
@@ -65,21 +62,17 @@ class Answer:
         if known := [step for step in steps.values() if isinstance(step, Candidate)]:
             yield from (*screen.about(known[0].load), _sizes(known[0]))
         yield from screen.filled(self.pasted.assumed)
-        yield from (f"\ndoctor, {self.pasted.target}:", *self._doctor(), "")
-        more = {"and attention kept": self.kept} if self.kept else {}
-        yield from _table(steps | more)
+        yield f"\ndoctor, {self.pasted.target}:"
+        if self.findings is None:
+            yield "  megatron-core is not installed here, and its parser is what the doctor runs"
+        else:
+            yield from [*_indented(self.findings)] or ["  nothing was found"]
+        yield ""
+        yield from _table(steps | ({"and attention kept": self.kept} if self.kept else {}))
         yield from (f"{name}: {step}" for name, step in steps.items() if isinstance(step, str))
         yield from self._changes()
         if len(known) == 2:
             yield from ("", *screen.filled(_gain(*known)))
-
-    def _doctor(self) -> Iterator[str]:
-        if self.findings is None:
-            yield f"  {_NO_DOCTOR}"
-        elif not self.findings:
-            yield "  nothing was found"
-        else:
-            yield from _indented(self.findings)
 
     def _changes(self) -> Iterator[str]:
         line, names = self.pasted.line, {"add": self.change.add, "drop": self.change.drop}
@@ -110,13 +103,10 @@ def answer(pasted: Pasted) -> Answer:
         ours = _predicted(pasted, changed.of)
     except ValueError as reason:
         changed, ours = Change({}, {}), str(reason)
-    line = pasted.line
+    line, ours_line = pasted.line, changed.of_line(pasted.line)
     findings = _doctor(pasted, line)
-    ours_line = changed.of_line(line)
-    left = _doctor(pasted, ours_line) if ours_line != line else findings
-    errors = [each for each in left or () if each.level is Level.ERROR]
-    kept = _kept(pasted, changed, ours, errors)
-    return Answer(pasted, findings, stands, changed, ours, errors, kept)
+    left = _errors(_doctor(pasted, ours_line) if ours_line != line else findings)
+    return Answer(pasted, findings, stands, changed, ours, left, _kept(pasted, changed, ours, left))
 
 
 def _kept(
@@ -129,9 +119,8 @@ def _kept(
     step = _predicted(pasted, more.of)
     if isinstance(step, str) or step.lacks or step.time.seconds >= ours.time.seconds:
         return None
-    findings = _doctor(pasted, more.of_line(pasted.line)) or ()
-    errors = [each for each in findings if each.level is Level.ERROR and each not in left]
-    return None if errors else step
+    errors = _errors(_doctor(pasted, more.of_line(pasted.line)))
+    return None if any(each not in left for each in errors) else step
 
 
 def show(pasted: Pasted, *, as_json: bool) -> None:
@@ -149,8 +138,7 @@ def show(pasted: Pasted, *, as_json: bool) -> None:
 def _predicted(pasted: Pasted, flags_of: Callable[[Flags], Flags]) -> Candidate | str:
     """A step, or why it cannot be predicted."""
     try:
-        flags = flags_of(pasted.flags)
-        return candidate(flags, workload_of(flags, pasted.cluster, pasted.gpus))
+        return candidate(flags_of(pasted.flags), pasted.cluster, pasted.gpus)
     except ValueError as reason:
         return str(reason)
 
@@ -163,6 +151,10 @@ def _doctor(pasted: Pasted, line: LaunchLine) -> list[Finding] | None:
     with pasted.target.pretended():
         findings = [*checks.findings(line, pasted.target, parse(line, pasted.target))]
     return [*checks.variable_findings(line.environment), *findings]
+
+
+def _errors(findings: Sequence[Finding] | None) -> list[Finding]:
+    return [each for each in findings or () if each.level is Level.ERROR]
 
 
 def _indented(findings: Sequence[Finding]) -> Iterator[str]:
@@ -183,10 +175,8 @@ def _table(steps: Mapping[str, Candidate | str]) -> Iterator[str]:
     lines = [["", "attention", "loss", *_COLUMNS]]
     for name, step in predicted.items():
         loss = "chunked" if step.load.chunked_loss else "all logits"
-        mark = f"{name} (does not fit)" if step.lacks else name
-        lines.append(
-            [mark, screen.shown(step), loss, *map(screen.cells(step).__getitem__, _COLUMNS)]
-        )
+        mark, texts = f"{name} (does not fit)" if step.lacks else name, screen.cells(step)
+        lines.append([mark, screen.shown(step), loss, *(texts[column] for column in _COLUMNS)])
     yield from screen.aligned(lines)
     yield from ("", *screen.legend([*predicted.values()], _COLUMNS))
 

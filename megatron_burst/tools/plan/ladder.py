@@ -42,7 +42,7 @@ class Rung:
     def way(self) -> Candidate:
         """With the tokens that were asked for, or as many as fit."""
         flags = sized(self.flags, min(self.load.tokens, self.longest or self.load.tokens))
-        return candidate(flags, workload_of(flags, self.load.cluster, self.load.gpus))
+        return candidate(flags, self.load.cluster, self.load.gpus)
 
     @property
     def gib(self) -> Mapping[str, float]:

@@ -47,11 +47,6 @@ class Candidate:
     left_out: Flags = field(default_factory=dict)
     """What is given and this way, a baseline, cannot have."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether GPUs and hosts have room for it, and for what is not counted."""
-        return not self.lacks
-
     @cached_property
     def lacks(self) -> str:
         """Whose memory is too small: "", "GPU" or "host"."""
@@ -104,15 +99,13 @@ class Candidate:
     def savings(self) -> str:
         """What saves memory, for a table."""
         load = self.load
-        named: dict[str, bool] = {"FSDP": load.zero3, "MLP": load.mlp_chunks > 1}
-        named |= {
+        named = {
+            "FSDP": load.zero3,
+            "MLP": load.mlp_chunks > 1,
             "inputs": load.recompute_offload and load.recompute,
             "optimizer": load.offload > 0,
         }
         return ", ".join(what for what, is_on in named.items() if is_on) or "-"
-
-    def __str__(self) -> str:
-        return " = ".join((self.name, *self.twins))
 
     def command(self) -> str:
         """Return the command line of every node."""
@@ -134,9 +127,13 @@ class Candidate:
         )
 
 
-def candidate(flags: Flags, load: Workload) -> Candidate:
-    """Predict a way, what is left to training as that would choose it."""
-    load = as_trained(load)
+def candidate(flags: Flags, cluster: Cluster, gpus: int) -> Candidate:
+    """Predict a way, what is left to training as that would choose it.
+
+    Raises:
+        ValueError: these GPUs cannot have it, or it is not modelled.
+    """
+    load = as_trained(workload_of(flags, cluster, gpus))
     return Candidate(flags, load, step.predict(load), memory.predict(load))
 
 
@@ -157,8 +154,7 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
         wanted = {**beside(flags, way), **recomputing(fraction)}
         left_out = {name: flags[name] for name in flags.keys() - wanted.keys()}
-        option = candidate(wanted, workload_of(wanted, cluster, gpus))
-        return replace(option, left_out=left_out)
+        return replace(candidate(wanted, cluster, gpus), left_out=left_out)
 
     def possible(way: Flags) -> Iterator[Candidate]:
         try:
@@ -180,7 +176,7 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
 
 
 def _place(option: Candidate) -> tuple[bool, float, bool]:
-    return not option.fits, 1 / option.time.tokens_per_gpu, not option.is_usual
+    return option.lacks != "", 1 / option.time.tokens_per_gpu, not option.is_usual
 
 
 def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -214,7 +210,8 @@ def as_usual(option: Candidate) -> Candidate:
     """Return it with `--context-parallel-algo burst` alone, if that sends and computes the same."""
     if option.is_usual:
         return option
-    usual = at_its_sizes(option, {**ALONE, **_fraction_of(option)})
+    kept = {name: option.flags[name] for name in (_FRACTION, _LAYOUT) if name in option.flags}
+    usual = at_its_sizes(option, {**ALONE, **kept})
     twins = tuple(dict.fromkeys((option.name, *option.twins)))
     same = (usual.time, usual.memory) == (option.time, option.memory)
     return replace(usual, twins=twins) if same else option
@@ -227,7 +224,7 @@ def at_its_sizes(option: Candidate, way: Flags) -> Candidate:
         ValueError: these ranks cannot have it.
     """
     flags = beside({**unchosen(option.flags), **option.left_out}, way)
-    return candidate(flags, workload_of(flags, option.load.cluster, option.load.gpus))
+    return candidate(flags, option.load.cluster, option.load.gpus)
 
 
 def beside(flags: Flags, way: Flags) -> dict[str, Any]:
@@ -235,11 +232,6 @@ def beside(flags: Flags, way: Flags) -> dict[str, Any]:
     is_burst = way.get("context-parallel-algo") == Algorithm.BURST
     kept = {name: value for name, value in flags.items() if is_burst or name not in _OF_BURST}
     return {**kept, **way}
-
-
-def _fraction_of(option: Candidate) -> dict[str, Any]:
-    names = (_FRACTION, "burst-layout")
-    return {name: option.flags[name] for name in names if name in option.flags}
 
 
 def each_once(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -255,21 +247,19 @@ def each_once(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(kept.values())
 
 
-def _ways(load: Workload) -> Iterator[dict[str, Any]]:
+def _ways(load: Workload) -> Iterator[Flags]:
     """The flags of every algorithm, ring and head-parallel size that these ranks can have."""
-    yield {**ALONE}
+    yield ALONE
     if load.context == 1:
         return
-    for size in (size for size in load.degrees if size < load.context):
-        heads = {"burst-head-parallel-size": size}
-        double = load.context > load.ranks_per_node > size
-        for topology in ("flat", "double") if double else ("flat",):
+    for heads, may_be_double in rings(load):
+        for topology in ("flat", "double") if may_be_double else ("flat",):
             ring = {"burst-topology": topology, **heads}
             for backward in ("query", "kv"):
-                yield {"context-parallel-algo": "burst", "burst-backward": backward, **ring}
+                yield {**ALONE, "burst-backward": backward, **ring}
             yield {"context-parallel-algo": "ring", **ring}
         if load.context > load.ranks_per_node:  # a mesh where it pays, else one of the rings
-            yield {"context-parallel-algo": "burst", "burst-topology": "auto", **heads}
+            yield {**ALONE, "burst-topology": "auto", **heads}
     yield {"context-parallel-algo": "allgather"}
     if load.context in load.degrees:
         # No gradient is sent around a ring there, and another dtype than the default is refused.
@@ -278,9 +268,16 @@ def _ways(load: Workload) -> Iterator[dict[str, Any]]:
         yield {"context-parallel-algo": "ulysses", **usual}
 
 
+def rings(load: Workload) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield the head-parallel sizes that leave a ring, as flags, and whether that may be double."""
+    for size in load.degrees:
+        if size < load.context:
+            yield {_DEGREE: size}, load.context > load.ranks_per_node > size
+
+
 def recomputing(fraction: float | None) -> dict[str, Any]:
     """The flags of ρ, with the layout that spreads it evenly."""
     if fraction in (None, 1):  # all of it is, where nothing is said
         return {}
-    even = {"burst-layout": LayoutName.SEGMENTED_ZIGZAG.value} if 0 < fraction < 1 else {}
+    even = {_LAYOUT: LayoutName.SEGMENTED_ZIGZAG.value} if 0 < fraction < 1 else {}
     return {_FRACTION: fraction, **even}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_burst.tools.flags import Flags
+from megatron_burst.tools.flags import Flags, kept
 
 CHUNKED_LOSS = {"lm-head-loss": "chunked"}
 HEAD_CHUNKS = {"burst-head-chunks": "auto"}
@@ -29,27 +29,27 @@ _OFF = {
     "recompute-modules": False,
     "recompute-attention-fraction": False,  # all is recomputed
 }
-_DEFAULTS = HEAD_CHUNKS  # the others are off
 _UNSET = ("None", "False", "1", "megatron")
-_OF_CHUNKED_LOSS = "lm-head-memory-mb", "lm-head-chunk-size"
+CHUNK_SIZES = "lm-head-memory-mb", "lm-head-chunk-size"
+"""Of the chunked loss, which has defaults of its own."""
 
 
 def rungs(given: Flags) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the flags of every row of the ladder, the first without any saving."""
     # Training's own choice may hold more, and leaves attention fewer heads to cut.
-    flags = {
-        "burst-head-parallel-size": 1,
-        **given,
-        **_OFF,
-        "recompute-num-layers": 2 if "hybrid-layer-pattern" in given else 1,
-        **dict.fromkeys([*INPUTS, *FSDP, *OPTIMIZER], False),
-    }
-    flags = {name: value for name, value in flags.items() if value is not False}
-    bare = {name: value for name, value in flags.items() if name not in _OF_CHUNKED_LOSS}
-    yield "Megatron's full recompute", bare
+    flags = kept(
+        {
+            "burst-head-parallel-size": 1,
+            **given,
+            **_OFF,
+            "recompute-num-layers": 2 if "hybrid-layer-pattern" in given else 1,
+            **dict.fromkeys([*INPUTS, *FSDP, *OPTIMIZER], False),
+        }
+    )
+    yield "Megatron's full recompute", {n: v for n, v in flags.items() if n not in CHUNK_SIZES}
     for name, saving in LADDER.items():
         if saving is OPTIMIZER:  # Megatron's does not take weights that are sharded
-            flags = {name: value for name, value in flags.items() if name not in FSDP}
+            flags = {n: v for n, v in flags.items() if n not in FSDP}
         flags = {**flags, **saving}
         yield name, flags
 
@@ -60,5 +60,5 @@ def lacking(given: Flags) -> Iterator[Mapping[str, Any]]:
         switch = next(iter(saving))
         if saving is INPUTS and given.get("recompute-granularity") != "full":
             continue  # of which it keeps them
-        if str(given.get(switch, _DEFAULTS.get(switch))) in _UNSET:
+        if str(given.get(switch, HEAD_CHUNKS.get(switch))) in _UNSET:
             yield saving

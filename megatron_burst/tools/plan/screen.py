@@ -1,5 +1,6 @@
 """What `plan` prints, on 100 columns: sizes, limits, rows, what bounds a step, the command."""
 
+import re
 import shlex
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +19,9 @@ from megatron_burst.tools.plan.workload import Workload
 
 _WIDTH = 100
 _NAME = 34  # of it, for the names of a row's algorithms
+# Of a command: words as they are quoted, a flag with its values.
+_WORD = r"""(?:"[^"]*"|'[^']*'|[^\s"'])+"""
+_WORDS = re.compile(rf"-{_WORD}(?: (?!-){_WORD})*|{_WORD}")
 _COLUMNS: terminal.Columns = {
     "TP": ("tensor", 1, "{}"),
     "CP": ("context", 1, "{}"),
@@ -74,7 +78,7 @@ def figures(each: Candidate) -> dict[str, Any]:
         "memory_bytes": each.memory.total,
         "memory_parts": asdict(each.memory),
         "host_bytes": each.host_bytes,
-        "fits": each.fits,
+        "fits": not each.lacks,
         "sent_bytes_a_layer": each.time.attention.sent,
         "sent_between_nodes_bytes_a_layer": each.time.attention.between,
         "exposed_share": each.time.attention.exposed_share,
@@ -96,12 +100,12 @@ def show(candidates: Sequence[Candidate], most: int) -> None:
         rows.append(default)
     for line in (*about(first.load, rows), *_table(rows), *_notes(first)):
         print(line)
-    if first.fits:
+    if not first.lacks:
         added = {n: v for n, v in first.flags.items() if n in _OURS or n.startswith("burst-")}
         say(f"flags of the first row for attention: {shlex.join(arguments(added))}")
         print(f"\nthe first row, on every node:\n{wrapped(first.command())}\n")
     say(f"loss: {describe_loss(first.flags)}")
-    if first.fits:
+    if not first.lacks:
         say(against(first, default))
 
 
@@ -267,23 +271,11 @@ def describe_loss(flags: Flags) -> str:
 def wrapped(command: str) -> str:
     """Return a command line as one of several lines, which a shell takes as one."""
     lines = [""]
-    for word in _words(command):
+    for word in _WORDS.findall(command):
         if lines[-1] and len(lines[-1]) + len(word) + 3 > _WIDTH:
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word
     return " \\\n".join(lines)
-
-
-def _words(command: str) -> Iterator[str]:
-    """Its words as they are quoted, a flag with its values."""
-    held = ""
-    for word in command.split(" "):
-        is_whole = held.count('"') % 2 == 0 and held.count("'") % 2 == 0
-        if held and is_whole and (word.startswith("-") or not held.startswith("-")):
-            yield held
-            held = ""
-        held = f"{held} {word}" if held else word
-    yield held
 
 
 def filled(text: str, first: str = "", others: str = "") -> list[str]:

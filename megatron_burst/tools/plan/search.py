@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from megatron_burst.plans.balance.document_work import DocumentWork
+from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan import memory, step
@@ -22,10 +22,12 @@ from megatron_burst.tools.plan.ranking import (
     each_once,
     in_order,
     recomputing,
+    rings,
     unchosen,
 )
 from megatron_burst.tools.plan.reading import selective_modules, workload_of
-from megatron_burst.tools.plan.savings import FSDP, INPUTS, MLP_CHUNKS, OPTIMIZER
+from megatron_burst.tools.plan.savings import CHUNK_SIZES, FSDP, INPUTS, MLP_CHUNKS, OPTIMIZER
+from megatron_burst.tools.plan.usual import ALONE
 from megatron_burst.tools.plan.workload import Workload
 
 _CLOCKS = 60_000_000
@@ -35,12 +37,12 @@ _SIZES = {  # with what asks for them
     "pipeline-model-parallel-size": ("pp", (1, 2, 4, 8, 16)),
     "expert-model-parallel-size": ("ep", (1, 2, 4, 8, 16, 32, 64)),
 }
-_CHUNKS, _SEQUENCE = {"lm-head-memory-mb", "lm-head-chunk-size"}, "sequence-parallel"
+_SEQUENCE = "sequence-parallel"
 SEARCHED = (
     *_SIZES,
     *("context-parallel-size", _SEQUENCE, "global-batch-size"),
     # Without them the loss takes the least memory that costs no time; less where that is too much.
-    *_CHUNKS,
+    *CHUNK_SIZES,
 )
 
 
@@ -49,6 +51,14 @@ class Wish(NamedTuple):
 
     fractions: Sequence[float]
     sizes: Collection[str] = ()  # pp, ep
+
+
+class _Way(NamedTuple):
+    """A ring, the least GPU seconds a token that it takes, and the fastest step on it."""
+
+    bound: float
+    flags: Flags
+    load: Workload
 
 
 def search(
@@ -65,20 +75,20 @@ def search(
     for way in ways:
         if len(candidates) >= most and 1 / way.bound < candidates[most - 1].time.tokens_per_gpu:
             break
-        if not (loads := [*_with_room(way, given, wish)]):
+        if not (with_room := [*_with_room(way, given, wish)]):
             continue
         clocks += len(way.load.ring.nodes) ** 2 + 2**14
         if clocks > _CLOCKS and candidates:
             break
         fitting: list[Candidate] = []
-        for flags, load in loads:
+        for flags in with_room:
             # The host's memory is the last resort for the optimizer: its updates there take longer.
-            if load.offload and fitting:
+            if fitting and flags.get("optimizer-cpu-offload"):
                 continue
-            each = _in_chunks_that_fit(candidate(flags, load))
-            if not each.fits and "mlp-chunks" not in flags:
-                each = _with(each, MLP_CHUNKS)
-            if each.fits:
+            each = _in_chunks_that_fit(candidate(flags, cluster, gpus))
+            if each.lacks and "mlp-chunks" not in flags:
+                each = candidate({**each.flags, **MLP_CHUNKS}, cluster, gpus)
+            if not each.lacks:
                 fitting.append(each)
             elif least is None or each.memory.total < least.memory.total:
                 least = each
@@ -97,18 +107,14 @@ def _in_chunks_that_fit(option: Candidate) -> Candidate:
     of, load = option.memory, option.load
     left = memory.usable(load.cluster) - (of.total - max(of.layer, of.loss))
     beside = of.loss - load.loss_bytes
-    given = _CHUNKS & option.flags.keys()
+    given = option.flags.keys() & CHUNK_SIZES
     if given or not load.chunked_loss or not of.layer <= left < of.loss:
         return option
+    flags = {**option.flags, "lm-head-memory-mb": int(left - beside) // 2**20}
     try:
-        return _with(option, {"lm-head-memory-mb": int(left - beside) // 2**20})
+        return candidate(flags, load.cluster, load.gpus)
     except ValueError:  # too little for any chunk
         return option
-
-
-def _with(option: Candidate, more: Flags) -> Candidate:
-    flags = {**option.flags, **more}
-    return candidate(flags, workload_of(flags, option.load.cluster, option.load.gpus))
 
 
 def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
@@ -127,25 +133,17 @@ def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
     )
 
 
-class _Way(NamedTuple):
-    """A ring, the least GPU seconds a token that it takes, and the fastest step on it."""
-
-    bound: float
-    flags: Flags
-    load: Workload
-
-
 def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
     """All rings; ValueError if none is possible."""
     flags = unchosen(given)
     fastest = next(_savings(flags, wish.fractions))
     ways: list[_Way] = []
     reason = "the GPUs do not divide over the sizes that are given"
-    for sizes in _sizes(flags, gpus, wish):
+    for each in sizes(flags, gpus, wish.sizes):
         try:
-            alone = workload_of({**flags, **sizes, **fastest}, cluster, gpus)
+            alone = workload_of({**flags, **each, **fastest}, cluster, gpus)
             for schedule in _schedules(alone):
-                wanted = beside({**flags, **sizes}, schedule)
+                wanted = beside({**flags, **each}, schedule)
                 load = workload_of({**wanted, **fastest}, cluster, gpus)
                 _ = load.ring.layout  # whether the tokens divide
                 ways.append(_Way(_bound(load), wanted, load))
@@ -156,29 +154,28 @@ def _ways(given: Flags, cluster: Cluster, gpus: int, wish: Wish) -> list[_Way]:
     return ways
 
 
-def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[tuple[Flags, Workload]]:
+def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[Flags]:
     """The ways to save memory with which weights, gradients and optimizer fit."""
     load = way.load
     for saving in _savings(given, wish.fractions):
         if FSDP.keys() <= saving.keys() and (load.pipeline > 1 or load.shards == 1):
             continue
         flags = {**way.flags, **saving}
-        each = workload_of(flags, load.cluster, load.gpus)
-        if memory.least(each) <= memory.usable(load.cluster):
-            yield flags, each
+        if memory.least(workload_of(flags, load.cluster, load.gpus)) <= memory.usable(load.cluster):
+            yield flags
 
 
-def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
-    """The sizes of all dimensions, those that are given as they are; what is left is data's."""
+def sizes(flags: Flags, gpus: int, asked: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the sizes of all dimensions, given ones as they are; what is left is data's."""
     choices = [
-        (whole(flags, name),) if name in flags else sizes if word in ("", *wish.sizes) else (1,)
-        for name, (word, sizes) in _SIZES.items()
+        (whole(flags, name),) if name in flags else tried if word in ("", *asked) else (1,)
+        for name, (word, tried) in _SIZES.items()
     ]
     for tensor, pipeline, expert in product(*choices):
         left, remainder = divmod(gpus, tensor * pipeline)
         if remainder or not left:
             continue
-        contexts = [size for size in range(1, left + 1) if left % size == 0]
+        contexts = [n for n in range(1, left + 1) if left % n == 0]
         if "context-parallel-size" in flags:
             contexts = [whole(flags, "context-parallel-size")]
         for context in contexts:
@@ -186,7 +183,7 @@ def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
             sequences = data * whole(flags, "micro-batch-size") * (4 * pipeline - 3)
             yield {
                 "tensor-model-parallel-size": tensor,
-                **({"sequence-parallel": True} if tensor > 1 and _SEQUENCE not in flags else {}),
+                **({_SEQUENCE: True} if tensor > 1 and _SEQUENCE not in flags else {}),
                 "context-parallel-size": context,
                 **({"pipeline-model-parallel-size": pipeline} if pipeline > 1 else {}),
                 **({"expert-model-parallel-size": expert} if expert > 1 else {}),
@@ -194,16 +191,14 @@ def _sizes(flags: Flags, gpus: int, wish: Wish) -> Iterator[dict[str, Any]]:
             }
 
 
-def _schedules(load: Workload) -> Iterator[dict[str, Any]]:
+def _schedules(load: Workload) -> Iterator[Flags]:
     """What may be sent around: ours chooses ring, mesh and latents by the clock."""
     if load.context == 1:
-        yield {"context-parallel-algo": "burst"}
+        yield ALONE
         return
-    for degree in (size for size in load.degrees if size < load.context):
-        heads = {"burst-head-parallel-size": degree}
-        double = load.context > load.ranks_per_node > degree
-        for topology in ("auto", "double") if double else ("auto",):
-            yield {"context-parallel-algo": "burst", "burst-topology": topology, **heads}
+    for heads, may_be_double in rings(load):
+        for topology in ("auto", "double") if may_be_double else ("auto",):
+            yield {**ALONE, "burst-topology": topology, **heads}
     if load.context in load.degrees:
         yield {"context-parallel-algo": "ulysses"}
 
@@ -225,16 +220,14 @@ def _bound(load: Workload) -> float:
     """Return GPU seconds a token at the least: no message of attention is waited for."""
     fraction = load.config.recompute_fraction
     again = 0.0 if not load.repeats_attention else 1.0 if fraction is None else fraction**2
-    forward, backward = (_kernel_seconds(load, backward=way) for way in (False, True))
-    seconds = step.computing_seconds(load, (1 + again) * forward + backward)
-    return seconds * load.gpus / (load.sequences * load.tokens)
+    attention = (1 + again) * _kernel_seconds(load) + _kernel_seconds(load, backward=True)
+    return step.computing_seconds(load, attention) * load.gpus / (load.sequences * load.tokens)
 
 
-def _kernel_seconds(load: Workload, *, backward: bool) -> float:
-    """Of attention of a layer, evenly spread and without a message."""
-    model, work = load.model, DocumentWork.of(load.ring.mask, load.tokens)
-    pairs = load.micro * int(work.pairs.sum())
+def _kernel_seconds(load: Workload, *, backward: bool = False) -> float:
+    """Those of attention of a layer, evenly spread and without a message."""
+    model, pairs = load.model, load.micro * visible_pairs(load.ring.mask, load.tokens)
     dims = model.heads // load.tensor, model.head_dim, model.value_head_dim
-    flops = attention_flops(1, *dims, backward=backward) * pairs / load.context
+    flops = attention_flops(pairs / load.context, *dims, backward=backward)
     mean = (model.head_dim + model.value_head_dim) / 2
     return flops / load.cluster.attention_rate(mean, backward=backward)
