@@ -73,6 +73,16 @@ def test_ranks_of_an_odd_factor_have_lengths_that_they_divide(
     assert rungs[0].load.tokens == 1048608, "the least multiple of 48 from 2**20 on"
 
 
+def test_sizes_that_are_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context-parallel size was replaced by all ranks that tensor parallelism leaves."""
+    monkeypatch.setattr(ladder, "rungs", lambda flags: [*savings.rungs(flags)][-1:])
+    for pipeline in (1, 2):
+        asked = given("llama3_8b", context_parallel_size=2, pipeline_model_parallel_size=pipeline)
+        (rung,) = ladder.climb(asked, H100, 8)
+        sizes = rung.load.tensor, rung.load.context, rung.load.pipeline
+        assert sizes == (4 // pipeline, 2, pipeline) and rung.longest
+
+
 @pytest.mark.parametrize("pattern", [None, "*-" * 32])
 def test_every_rung_recomputes_all_layers_in_words_that_megatron_takes(pattern: str | None) -> None:
     """Of selective recompute its method and its number of layers are missing."""

@@ -1,7 +1,7 @@
 """How far a model's sequence goes on given GPUs, one saving of memory after the other."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,11 @@ from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import rungs
 from megatron_burst.tools.plan.screen import wrapped
+from megatron_burst.tools.plan.search import sizes
 from megatron_burst.tools.plan.workload import Workload
 
 _STEP = 2**16  # tokens that a longest sequence is a multiple of, or more where ranks are odd
 _MOST = 2**10  # of them
-_TENSOR = (1, 2, 4, 8)
-_CONTEXT, _SEQUENCE = "context-parallel-size", "sequence-parallel"
-
 
 _COLUMNS: terminal.Columns = {
     "TP": ("tensor", 1, "{}"),
@@ -56,17 +54,18 @@ class Rung:
 
 
 def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
-    """Return the rows; tensor- and context-parallel sizes that are given stay as they are.
+    """Return the rows; sizes that are given stay as they are.
 
     Raises:
         ValueError: no size divides.
     """
     rows = []
     for name, flags in rungs(given):
-        ways, reason = [], ""
-        for sizes in _sizes(given, gpus):
-            wanted = {**flags, **sizes}
-            if (tokens := whole(wanted, "seq-length")) % math.lcm(2 * sizes[_CONTEXT], gpus):
+        ways, reason = [], "the GPUs do not divide over the sizes that are given"
+        for each in sizes(given, gpus, to_data=False):
+            wanted = {**flags, **each}
+            even = math.lcm(2 * each["context-parallel-size"], gpus)
+            if (tokens := whole(wanted, "seq-length")) % even:
                 wanted = sized(wanted, _rounded(tokens, gpus))
             try:
                 load = workload_of(wanted, cluster, gpus)
@@ -79,19 +78,6 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
             raise ValueError(f"no sizes go with these flags: {reason}")
         rows.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
     return rows
-
-
-def _sizes(given: Flags, gpus: int) -> Iterator[dict[str, Any]]:
-    """Tensor- times context-parallel, over all GPUs."""
-    name = "tensor-model-parallel-size"
-    for tensor in (whole(given, name),) if name in given else _TENSOR:
-        if gpus % tensor == 0:
-            yield {
-                name: tensor,
-                **({"sequence-parallel": True} if tensor > 1 and _SEQUENCE not in given else {}),
-                _CONTEXT: gpus // tensor,
-                "global-batch-size": 1,
-            }
 
 
 def sized(flags: Flags, tokens: int) -> dict[str, Any]:

@@ -165,8 +165,13 @@ def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[Flags]:
             yield flags
 
 
-def sizes(flags: Flags, gpus: int, asked: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the sizes of all dimensions, given ones as they are; what is left is data's."""
+def sizes(
+    flags: Flags, gpus: int, asked: Collection[str] = (), *, to_data: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Yield the sizes of all dimensions, given ones as they are.
+
+    Data parallelism has what is left, or all of that is context-parallel.
+    """
     choices = [
         (whole(flags, name),) if name in flags else tried if word in ("", *asked) else (1,)
         for name, (word, tried) in _SIZES.items()
@@ -175,7 +180,7 @@ def sizes(flags: Flags, gpus: int, asked: Collection[str] = ()) -> Iterator[dict
         left, remainder = divmod(gpus, tensor * pipeline)
         if remainder or not left:
             continue
-        contexts = [n for n in range(1, left + 1) if left % n == 0]
+        contexts = [n for n in range(1 if to_data else left, left + 1) if left % n == 0]
         if "context-parallel-size" in flags:
             contexts = [whole(flags, "context-parallel-size")]
         for context in contexts:
