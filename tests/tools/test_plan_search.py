@@ -318,6 +318,15 @@ def test_chunks_of_the_loss_are_smaller_where_else_it_would_not_fit(missing: int
     assert kept and all(each.flags["lm-head-memory-mb"] == 5120 for each in kept), "as it is given"
 
 
+def test_flags_of_ours_are_kept_where_a_baseline_does_as_well() -> None:
+    """The best row was that of `ulysses`, which takes none of them, under the name of our own."""
+    sizes = {"context-parallel-size": 8, "tensor-model-parallel-size": 1, "seq-length": 65536}
+    given = {**FLAGS, **CONFIGS.model("llama3_8b"), **sizes, "burst-memory-mb": 20000}
+    found = search(given, H100, 8, Wish([0]), 2)
+    assert found[0].is_usual and found[0].twins == ("ulysses",)
+    assert all(each.flags["burst-memory-mb"] == 20000 for each in found)
+
+
 def test_what_fits_nowhere_is_told_what_would(printed: Printed) -> None:
     words = "plan --model 70b --cluster h100 --gpus 1 --seq-length 1048576 --search --fractions 0"
     said = printed(words, 1)

@@ -45,7 +45,7 @@ class Candidate:
     twins: tuple[str, ...] = ()
     """Names of other flags of which the same is predicted."""
     left_out: Flags = field(default_factory=dict)
-    """What is given and this way, a baseline, cannot have."""
+    """What is given and a baseline cannot have."""
 
     @cached_property
     def lacks(self) -> str:
@@ -153,8 +153,7 @@ def rank(given: Flags, cluster: Cluster, gpus: int, fractions: Sequence[float]) 
 
     def predicted(way: Flags, fraction: float | None) -> Candidate:
         wanted = {**beside(flags, way), **recomputing(fraction)}
-        left_out = {name: flags[name] for name in flags.keys() - wanted.keys()}
-        return replace(candidate(wanted, cluster, gpus), left_out=left_out)
+        return replace(candidate(wanted, cluster, gpus), left_out=of_burst(flags))
 
     def possible(way: Flags) -> Iterator[Candidate]:
         try:
@@ -232,6 +231,11 @@ def beside(flags: Flags, way: Flags) -> dict[str, Any]:
     is_burst = way.get("context-parallel-algo") == Algorithm.BURST
     kept = {name: value for name, value in flags.items() if is_burst or name not in _OF_BURST}
     return {**kept, **way}
+
+
+def of_burst(flags: Flags) -> dict[str, Any]:
+    """Return those that baselines are refused."""
+    return {name: flags[name] for name in _OF_BURST if name in flags}
 
 
 def each_once(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -6,6 +6,7 @@ the clocks of a search are used up.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from megatron_burst.tools.plan.ranking import (
     candidate,
     each_once,
     in_order,
+    of_burst,
     recomputing,
     rings,
     unchosen,
@@ -96,7 +98,8 @@ def search(
         candidates.sort(key=lambda each: -each.time.tokens_per_gpu)
     if not candidates:
         raise ValueError(_nothing(least, [way.load for way in ways]))
-    return in_order(map(as_usual, each_once(candidates)[:most]))
+    best = (replace(each, left_out=of_burst(given)) for each in each_once(candidates)[:most])
+    return in_order(map(as_usual, best))
 
 
 def _in_chunks_that_fit(option: Candidate) -> Candidate:
