@@ -1,5 +1,6 @@
 """What was published, as rows with a step of training that the planner can predict."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,6 @@ from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import memory, step, timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs, Table
-from megatron_burst.tools.plan.ladder import most_that
 from megatron_burst.tools.plan.reading import config_of
 from megatron_burst.tools.plan.workload import Workload
 
@@ -138,7 +138,9 @@ def _forward_flops(load: Workload) -> float:
 def _longest(load: Workload) -> int:
     """Return how many tokens of a sequence fit."""
     chunk = _CHUNK * load.context
-    return chunk * most_that(lambda n: not memory.lacks(replace(load, tokens=n * chunk)), 2**13)
+    lengths = range(chunk, 2**13 * chunk, chunk)
+    fitting = bisect_left(lengths, True, key=lambda n: bool(memory.lacks(replace(load, tokens=n))))
+    return chunk * fitting
 
 
 def _steps(configs: Configs, kind: str) -> Iterator[Row]:

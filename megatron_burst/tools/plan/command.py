@@ -55,7 +55,7 @@ def _predict(
     given: argparse.Namespace, wanted: dict[str, Any], cluster: Cluster, gpus: int
 ) -> None:
     if given.ladder:
-        return _climb(ladder.climb(wanted, cluster, gpus), as_json=given.json)
+        return ladder.show(ladder.climb(wanted, cluster, gpus), as_json=given.json)
     if given.search is None:
         ranked = rank(wanted, cluster, gpus, given.fractions)
     else:
@@ -66,17 +66,6 @@ def _predict(
         screen.show(ranked, given.top)
     if ranked[0].lacks:
         raise ValueError(nothing_fits(ranked))
-
-
-def _climb(rungs: Sequence[ladder.Rung], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([*map(ladder.figures, rungs)], indent=2))
-    else:
-        ladder.show(rungs)
-    if not any(rung.longest for rung in rungs):
-        raise ValueError(
-            f"no sequence fits on {rungs[0].load.gpus} GPUs: more of them, or --search"
-        )
 
 
 def _job(

@@ -1,30 +1,35 @@
 """How far a model's sequence goes on given GPUs, one saving of memory after the other."""
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_burst.tools import terminal
 from megatron_burst.tools.flags import Flags, whole
-from megatron_burst.tools.plan import memory
+from megatron_burst.tools.plan import memory, screen
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import rungs
-from megatron_burst.tools.plan.screen import wrapped
 from megatron_burst.tools.plan.search import sizes
 from megatron_burst.tools.plan.workload import Workload
 
 _STEP = 2**16  # tokens that a longest sequence is a multiple of, or more where ranks are odd
 _MOST = 2**10  # of them
-
 _COLUMNS: terminal.Columns = {
     "TP": ("tensor", 1, "{}"),
     **{name: (name, 1, "{:.1f}") for name in ("states", "inputs", "layer", "loss", "NCCL", "GPU")},
     "host": ("host", 1, "{:.0f}"),
     "longest": ("longest", 1e-6, "{:.2f} M"),
 }
+_MEANINGS = (
+    "GiB of a GPU and of a host; context-parallel over what TP leaves, unless that is given; NCCL: "
+    "its buffers for attention's messages; GPU: states, inputs, NCCL and more of a layer at work "
+    "or the loss; longest: tokens that fit"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
     """
     rows = []
     for name, flags in rungs(given):
-        ways, reason = [], "the GPUs do not divide over the sizes that are given"
+        ways, reason = list[Rung](), "the GPUs do not divide over the sizes that are given"
         for each in sizes(given, gpus, to_data=False):
             wanted = {**flags, **each}
             even = math.lcm(2 * each["context-parallel-size"], gpus)
@@ -71,9 +76,8 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
                 load = workload_of(wanted, cluster, gpus)
             except ValueError as error:
                 reason = str(error)
-                continue
-            longest = _longest(wanted, cluster, gpus)
-            ways.append(Rung(name, wanted, load, longest))
+            else:
+                ways.append(Rung(name, wanted, load, _longest(wanted, cluster, gpus)))
         if not ways:
             raise ValueError(f"no sizes go with these flags: {reason}")
         rows.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
@@ -88,10 +92,10 @@ def sized(flags: Flags, tokens: int) -> dict[str, Any]:
 def _longest(flags: Flags, cluster: Cluster, gpus: int) -> int:
     step = _rounded(_STEP, gpus)
 
-    def fits(steps: int) -> bool:
-        return not memory.lacks(workload_of(sized(flags, steps * step), cluster, gpus))
+    def lacks(tokens: int) -> bool:  # as all longer ones do
+        return bool(memory.lacks(workload_of(sized(flags, tokens), cluster, gpus)))
 
-    return step * most_that(fits, _MOST)
+    return step * bisect_left(range(step, _MOST * step, step), True, key=lacks)
 
 
 def _rounded(tokens: int, gpus: int) -> int:
@@ -99,45 +103,40 @@ def _rounded(tokens: int, gpus: int) -> int:
     return -(-tokens // (2 * gpus)) * 2 * gpus
 
 
-def most_that(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number below `most` that fits, by halving; 0 if none does."""
-    least = 0
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
-
-
-def figures(rung: Rung) -> dict[str, Any]:
-    """Return a row as it is written to JSON."""
-    sizes = {"tensor": rung.load.tensor, "context": rung.load.context}
-    row = {"added": rung.name, **sizes, "gib": rung.gib, "longest_tokens": rung.longest}
-    return row | {"command": rung.way.command()}
+def _figures(rung: Rung) -> dict[str, Any]:
+    """A row as it is written to JSON."""
+    return {
+        "added": rung.name,
+        "tensor": rung.load.tensor,
+        "context": rung.load.context,
+        "gib": rung.gib,
+        "longest_tokens": rung.longest,
+        "command": rung.way.command(),
+    }
 
 
 def cells(rung: Rung) -> list[str]:
     """Return a row's cells, but for its name."""
-    sizes = {"tensor": rung.load.tensor, "longest": rung.longest or None}
-    return terminal.cells({**rung.gib, **sizes}, _COLUMNS)
+    others = {"tensor": rung.load.tensor, "longest": rung.longest or None}
+    return terminal.cells({**rung.gib, **others}, _COLUMNS)
 
 
-def show(rungs: Sequence[Rung]) -> None:
-    """Print the table and the command of the row that goes furthest."""
-    load, best = rungs[0].load, max(rungs, key=lambda rung: rung.longest)
-    console = terminal.console()
-    console.print(
-        f"{load.gpus} GPUs of {load.cluster.name}, {load.tokens} tokens, "
-        f"{load.model.parameters / 1e9:.2f} billion parameters; GiB of a GPU, of which "
-        f"{memory.usable(load.cluster) / memory.GIB:.1f} may\nbe counted, and of a host, of "
-        f"{memory.usable_host(load.cluster) / memory.GIB:.0f}; context-parallel over what tensor "
-        "parallelism leaves"
-    )
-    rows = [(rung.name, *cells(rung)) for rung in rungs]
-    console.print(terminal.table(("added",), _COLUMNS, rows))
-    console.print(
-        "NCCL: its buffers for attention's messages; GPU: states, inputs, NCCL and more of a layer "
-        "at\nwork or the loss; longest: tokens that fit"
-    )
-    if best.longest:
-        print(f"\n{best.name}, {best.way.load.tokens} tokens, on every node:")
-        print(wrapped(best.way.command()))
+def show(rows: Sequence[Rung], *, as_json: bool) -> None:
+    """Print the table and the command of the row that goes furthest.
+
+    Raises:
+        ValueError: not even the shortest sequence fits.
+    """
+    best, load = max(rows, key=lambda rung: rung.longest), rows[0].load
+    if as_json:
+        print(json.dumps([*map(_figures, rows)], indent=2))
+    else:
+        table = [["added", *_COLUMNS], *([rung.name, *cells(rung)] for rung in rows)]
+        print(*screen.about(load), "", *screen.aligned(table), "", sep="\n")
+        screen.say(_MEANINGS)
+    if not best.longest:
+        raise ValueError(f"no sequence fits on {load.gpus} GPUs: more of them, or --search")
+    if not as_json:
+        way = best.way
+        print(f"\n{best.name}, {way.load.tokens} tokens, on every node:")
+        print(screen.wrapped(way.command()))
