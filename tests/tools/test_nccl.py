@@ -13,20 +13,19 @@ from megatron_burst.plans.schedules.schedule import Schedule
 from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan import communicators, memory, timing
+from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.communicators import Use
 from megatron_burst.tools.plan.configs import Configs
-from megatron_burst.tools.plan.nccl import Communicator, Fabric, Peers, communicator
+from megatron_burst.tools.plan.nccl import Communicator, Peers, communicator
 from megatron_burst.tools.plan.workload import Workload
 
 CONFIGS = Configs.read()
 MIB = 2**20
-H100 = Fabric(nvlinks=18, channels=24, gpus=8, nics=8, nic_rate=45e9)
-A100 = Fabric(nvlinks=12, channels=24, gpus=8, nics=8, nic_rate=22e9)
-A800 = Fabric(nvlinks=8, channels=16, gpus=8, nics=4, nic_rate=22e9)
+H100, A100, A800 = map(CONFIGS.cluster, ("h100", "a100", "a800"))
 
 
 @pytest.mark.parametrize(
-    ("fabric", "nodes", "ranks", "most", "channels", "a_peer"),
+    ("machine", "nodes", "ranks", "most", "channels", "a_peer"),
     [
         # In a node: 24 rounded up, two a NVLink are 36 or 24 or 16, and no more than all.
         (H100, 1, 8, 64, 32, 32),
@@ -48,9 +47,9 @@ A800 = Fabric(nvlinks=8, channels=16, gpus=8, nics=4, nic_rate=22e9)
     ],
 )
 def test_channels_of_a_communicator_and_of_a_peer(
-    fabric: Fabric, nodes: int, ranks: int, most: int, channels: int, a_peer: int
+    machine: Cluster, nodes: int, ranks: int, most: int, channels: int, a_peer: int
 ) -> None:
-    found = communicator(fabric, nodes, ranks, most)
+    found = communicator(machine, nodes, ranks, most)
     assert found == (nodes, nodes * ranks, channels, a_peer)
 
 
@@ -76,12 +75,6 @@ def test_channels_of_a_communicator_and_of_a_peer(
 def test_channels_of_a_message(found: Communicator, sizes: dict[int, int]) -> None:
     taken = found.channels_of(np.array([*sizes]))
     assert dict(zip(sizes, taken.tolist(), strict=True)) == sizes
-
-
-def test_thread_blocks_are_those_of_all_messages_and_at_most_all() -> None:
-    few, many = communicator(H100, 1, 8, 8), communicator(H100, 1, 8, 64)
-    assert few.ctas([MIB] * 7) == 7 and many.ctas([MIB] * 7) == 28
-    assert few.ctas([40 * MIB] * 7) == 8 and many.ctas([MIB, 65 * MIB]) == 12
 
 
 def test_buffers_are_a_peers_in_a_node_and_shared_between_them() -> None:
@@ -131,7 +124,7 @@ def load(ranks: int, tokens: int = 8192, **config: object) -> Workload:
     flags |= {"num-attention-heads": 32, "group-query-attention": True, "num-query-groups": 8}
     return Workload(
         model=model_of(flags),
-        cluster=CONFIGS.cluster("h100"),
+        cluster=H100,
         gpus=ranks,
         tensor=1,
         context=ranks,

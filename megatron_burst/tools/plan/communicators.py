@@ -20,7 +20,7 @@ from megatron_burst.plans.choice.ctas import max_ctas
 from megatron_burst.plans.choice.machine import Machine
 from megatron_burst.plans.schedules.plan import Channel
 from megatron_burst.plans.schedules.schedule import Schedule
-from megatron_burst.tools.plan.nccl import Communicator, Fabric, Peers, communicator
+from megatron_burst.tools.plan.nccl import Communicator, Peers, communicator
 from megatron_burst.tools.plan.workload import Ring
 
 _COLUMN = Channel.READ_BETWEEN, Channel.GRADIENT_BETWEEN
@@ -45,7 +45,7 @@ class Use:
     @property
     def ctas(self) -> int:
         """Thread blocks of the messages that are posted together."""
-        return self.communicator.ctas([self.largest] * self.at_once)
+        return min(self.communicator.channels, self.at_once * self.channels)
 
     @property
     def buffers(self) -> int:
@@ -55,9 +55,7 @@ class Use:
 
 def made_for(ring: Ring, channel: Channel) -> Communicator:
     """Return what NCCL decides for the ranks that such messages are between."""
-    cluster, gpus, nodes = ring.machine, ring.machine.gpus_per_node, len({*ring.nodes})
-    nics = max(1, gpus // cluster.gpus_per_nic)
-    fabric = Fabric(cluster.nvlinks, cluster.channels, gpus, nics, cluster.nic_rate)
+    machine, nodes = ring.machine, len({*ring.nodes})
     whole = nodes, len(ring.nodes) // nodes
     if channel is Channel.HEADS:
         where = max(1, ring.heads // ring.local), min(ring.heads, ring.local)
@@ -65,7 +63,8 @@ def made_for(ring: Ring, channel: Channel) -> Communicator:
         where = nodes, 1
     else:
         where = whole if ring.grid.nodes == 1 or channel in _CORNER else (1, whole[1])
-    return communicator(fabric, *where, max_ctas(channel, where[0] * where[1], gpus))
+    ranks = where[0] * where[1]
+    return communicator(machine, *where, max_ctas(channel, ranks, machine.gpus_per_node))
 
 
 class _Message(NamedTuple):

@@ -7,11 +7,12 @@ has the channels of a peer, graph/connect.cc those of a communicator, enqueue.cc
 init.cc the sizes of chunks and buffers, transport/p2p.cc and net.cc who allocates them.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_burst.tools.plan.cluster import Cluster
 
 _MIB = 2**20
 # A channel from a peer of the node has buffers of three protocols, 4 + 4.69 + .5 MiB, one to it a
@@ -19,21 +20,6 @@ _MIB = 2**20
 _RECEIVING, _SENDING = 10 * _MIB, 2 * _MIB
 _POOL = 16 * 2**17  # of a channel between nodes, each way, whoever the peers are
 _FAST = 25e9  # bytes/s of a NIC that has two rings
-
-
-class Fabric(NamedTuple):
-    """A node, as NCCL finds it."""
-
-    nvlinks: int  # of a GPU
-    channels: int  # of a communicator in it
-    gpus: int
-    nics: int
-    nic_rate: float  # bytes/s
-
-    def rings(self, local_ranks: int) -> int:
-        """Return the channels of a communicator between nodes with so many GPUs of each."""
-        nics = max(1, self.nics * local_ranks // self.gpus)
-        return 2 * nics * (2 if nics <= 4 and self.nic_rate >= _FAST else 1)
 
 
 class Peers(NamedTuple):
@@ -69,11 +55,6 @@ class Communicator(NamedTuple):
             count = np.where(doubled, 2 * count, count)
         return count
 
-    def ctas(self, sizes: Iterable[int]) -> int:
-        """Return the thread blocks that messages to different peers take at a time, at the most."""
-        spread = self.channels_of(np.array([*sizes], np.int64))
-        return min(self.channels, int(spread.sum()))
-
     def buffers(self, peers: Peers) -> int:
         """Return the bytes of a GPU that they take."""
         size = self.a_peer * (peers.senders * _RECEIVING + peers.receivers * _SENDING)
@@ -81,20 +62,26 @@ class Communicator(NamedTuple):
         return size + pools * self.channels * _POOL
 
 
-def communicator(fabric: Fabric, nodes: int, local_ranks: int, max_ctas: int) -> Communicator:
+def communicator(machine: Cluster, nodes: int, local_ranks: int, max_ctas: int) -> Communicator:
     """Return that of a group with so many ranks on each of so many nodes.
 
     Counts of channels are rounded up to powers of two. A peer has two channels a NVLink; one on
     another node has few, and then all peers of the group do.
     """
     ranks = nodes * local_ranks
-    most = min(fabric.channels if nodes == 1 else fabric.rings(local_ranks), max_ctas)
-    channels, near = _power_of_two(most), 2 * fabric.nvlinks
+    most = min(machine.channels if nodes == 1 else _rings(machine, local_ranks), max_ctas)
+    channels, near = _power_of_two(most), 2 * machine.nvlinks
     if nodes == 1:
         return Communicator(1, ranks, channels, min(_power_of_two(near), channels))
     far = 2 if 2 * ranks <= 4 * most else 1
     a_peer = _power_of_two(min(near, far) if local_ranks > 1 else far)
     return Communicator(nodes, ranks, channels, min(a_peer, channels))
+
+
+def _rings(machine: Cluster, local_ranks: int) -> int:
+    """Channels of a communicator between nodes with so many GPUs of each."""
+    nics = max(1, local_ranks // machine.gpus_per_nic)
+    return 2 * nics * (2 if nics <= 4 and machine.nic_rate >= _FAST else 1)
 
 
 def _power_of_two(count: int) -> int:
