@@ -20,7 +20,7 @@ from megatron_burst.plans.visibility.layout import (
     striped,
     zigzag,
 )
-from tests.plugin.contexts import Context
+from tests.plugin.contexts import Context, group_of
 from tests.tier import in_turn
 from tests.workers import Team, WorkerPool
 
@@ -106,8 +106,6 @@ def test_tensor_ranks_hold_the_rows_of_their_rank_in_order() -> None:
             own = [cut.positions(rank * ranks + part) for part in range(ranks)]
             assert torch.equal(torch.cat(own), layout.positions(rank))
             assert len({*map(len, own)}) == 1
-    with pytest.raises(ValueError, match="12 tokens a .* do not divide over 5 tensor-parallel"):
-        over_tensor_ranks(layout, 5)
 
 
 # Layers that need their layout, and a stage of them.
@@ -174,6 +172,19 @@ class Stack(torch.nn.Module):
 TOKENS = 48
 
 
+def stage_of(
+    pattern: str, spread: int = 1, part: int = 0, group: Any = None, stack: Stack | None = None
+) -> Any:
+    """A pipeline stage whose rows are spread over so many tensor-parallel ranks."""
+    return SimpleNamespace(
+        decoder=stack or Stack([], False),
+        hybrid_layer_pattern=pattern,
+        config=SimpleNamespace(sequence_parallel=spread > 1, tensor_model_parallel_size=spread),
+        pg_collection=SimpleNamespace(tp_cp=group, tp=group_of(spread, part)),
+        post_process=True,
+    )
+
+
 def _trained(
     pattern: str, mine: dict[str, Tensor], hidden: Tensor, over: Any = None, recompute: bool = False
 ) -> tuple[Tensor, ...]:
@@ -186,17 +197,8 @@ def _trained(
     for number, part in enumerate(parts, start=1):
         stack = Stack(part, recompute)
         if over is not None:
-            config = SimpleNamespace(
-                sequence_parallel=over.spread > 1, tensor_model_parallel_size=over.spread
-            )
-            groups = SimpleNamespace(tp_cp=over.group, tp=SimpleNamespace(rank=lambda: over.part))
-            stage = SimpleNamespace(
-                decoder=stack,
-                hybrid_layer_pattern=pattern,
-                config=config,
-                pg_collection=groups,
-                post_process=number == len(parts),
-            )
+            stage = stage_of(pattern, over.spread, over.part, over.group, stack)
+            stage.post_process = number == len(parts)
             LayerMoves(stage, over.context, contiguous)
         out = stack(out)
     (out * torch.arange(3.0, dtype=torch.float64)).cos().sum().backward()
@@ -270,39 +272,21 @@ def test_gradients_go_back_to_the_rank_of_the_row(workers: WorkerPool, ranks: in
 
 def test_a_padding_mask_that_experts_would_misread_is_refused() -> None:
     context = Context(BurstConfig(), 2, 0)
-    context.group = SimpleNamespace(rank=lambda: 0)
-    stage = SimpleNamespace(
-        decoder=Stack([], False),
-        config=SimpleNamespace(sequence_parallel=False),
-        pg_collection=None,
-        post_process=True,
-    )
+    context.group = group_of(2)
     fine = ("*EM", contiguous), ("MG*E/E", contiguous), ("*ME", zigzag)
     for pattern, layout in fine:
-        stage.hybrid_layer_pattern = pattern
-        LayerMoves(stage, context, layout).check(16, None)
+        LayerMoves(stage_of(pattern), context, layout).check(16, None)
     for pattern in ("*ME", "*E/ME"):
-        stage.hybrid_layer_pattern = pattern
         with pytest.raises(ValueError, match=r"experts of the pattern \*.*ME: put an attention la"):
-            LayerMoves(stage, context, contiguous).check(16, None)
+            LayerMoves(stage_of(pattern), context, contiguous).check(16, None)
 
 
-def test_graphs_that_pass_the_forward_of_a_layer_by_are_refused() -> None:
-    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
-    stage = SimpleNamespace(config=config, pg_collection=None)
-    with pytest.raises(ValueError, match="--cuda-graph-impl transformer_engine passes by"):
-        LayerMoves(stage, Context(BurstConfig(), 2, 1), contiguous)
-
-
-def test_ranks_in_another_order_are_refused() -> None:
+def test_graphs_that_pass_by_layers_and_ranks_in_another_order_are_refused() -> None:
     context = Context(BurstConfig(), 2, 1)
-    context.group = SimpleNamespace(rank=lambda: 1)
-    stage = SimpleNamespace(
-        config=SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2),
-        pg_collection=SimpleNamespace(
-            tp_cp=SimpleNamespace(rank=lambda: 1), tp=SimpleNamespace(rank=lambda: 0)
-        ),
-        hybrid_layer_pattern="M*",
-    )
+    context.group = group_of(2, 1)
+    stage = stage_of("M*", spread=2, group=group_of(4, 1))
     with pytest.raises(ValueError, match="the ranks of tp_cp are those of tp for each of cp"):
+        LayerMoves(stage, context, contiguous)
+    stage.config.cuda_graph_impl = "transformer_engine"
+    with pytest.raises(ValueError, match="--cuda-graph-impl transformer_engine passes by"):
         LayerMoves(stage, context, contiguous)

@@ -180,7 +180,7 @@ def _refused(team: Team) -> list[str]:
             layer.shard(8, batch.packed(**given), None)
     stage: Any = torch.nn.Module()
     stage.config = module.config
-    hooks = _StageHooks(stage, Layouts(module.context), contexts=shared.contexts)
+    hooks = _StageHooks(stage, Layouts(module.context), shared)
     hooks._layer_moves = mock.Mock()  # it would move rows over ranks that have none
     with pytest.raises(ValueError, match="M and G layers carry a state over the ranks of the"):
         hooks.before(stage, {"packed_seq_params": batch.packed(cp_group=groups[2])})

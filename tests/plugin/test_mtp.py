@@ -4,7 +4,7 @@ tests/training/test_mtp.py runs the same in whole trainings.
 """
 
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_burst import BurstConfig
 from megatron_burst.plans.visibility.layout import zigzag
 from tests.oracle import relative_error
+from tests.plugin.contexts import group_of
 from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
@@ -29,10 +30,10 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     MTPLossAutoScaler,
     MTPLossLoggingHelper,
     process_mtp_loss,
-    roll_tensor,
 )
 
 from megatron_burst.plugin.attention.layouts import Layouts  # noqa: E402
+from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 from megatron_burst.plugin.hooks.mtp import MtpLosses, Rolls  # noqa: E402
 from megatron_burst.plugin.hooks.sequence_hooks import _StageHooks  # noqa: E402
 from tests.loss.bare_models import KINDS, bare  # noqa: E402
@@ -132,7 +133,8 @@ def train(
     ranks, tracker = team.group.size(), MTPLossLoggingHelper.tracker
     model = Model(team.group, per_token)
     if mended and layout is not None:
-        _lay_out(model, team, layout)
+        config = BurstConfig(layout=layout)
+        _StageHooks(model, Layouts(team.context(config)), SharedState(config))
     if mended:
         MtpLosses()([model])
     packed = None if bounds is None else PackedSeqParams("thd", cu_seqlens_q=torch.tensor(bounds))
@@ -151,11 +153,6 @@ def train(
         dist.all_reduce(x, group=team.group)
     sums[0] /= ranks
     return [*(g if per_token else g / ranks for g in gradients), *sums]
-
-
-def _lay_out(model: Model, team: Team, layout: str) -> None:
-    context = team.context(BurstConfig(layout=layout))
-    _StageHooks(model, Layouts(context))
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +222,7 @@ def test_megatron_alone_is_wrong(workers: WorkerPool, expected: Any, per_token: 
 
 
 def test_one_rank_and_other_stages_are_left_alone() -> None:
-    alone, other = Model(SimpleNamespace(size=lambda: 1), True), Model(None, True)
+    alone, other = Model(group_of(1), True), Model(None, True)
     other.post_process = False
     assert MtpLosses()([alone, other]) == [alone, other]
     assert not alone._forward_pre_hooks and not other._forward_pre_hooks
@@ -238,7 +235,7 @@ def test_tied_embeddings_of_several_stages_are_one_weight(kind: str) -> None:
     for is_last, is_tied in ((True, True), (False, True), (True, False)):
         model = bare(kind, hidden, weight, mtp=True)
         model.pre_process, model.share_embeddings_and_output_weights = not is_last, is_tied
-        model.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+        model.pg_collection = SimpleNamespace(cp=group_of(1))
         MtpLosses()([model])
         assert (model.output_layer.weight is None) == (is_last and is_tied)
 
@@ -259,13 +256,10 @@ def _evaluate(team: Team) -> None:
 
 
 def test_documents_without_our_hook_are_refused() -> None:
-    model = Model(SimpleNamespace(size=lambda: 2), True)
+    model = Model(group_of(2), True)
     MtpLosses()([model])
     with pytest.raises(ValueError, match="documents, MTP and 2 context-parallel ranks"):
         model(TOKEN_IDS, LABELS, packed_seq_params=SimpleNamespace())
-
-
-# The roll itself: right in Megatron, though it talks over the group of the whole job (MC#6746).
 
 
 def test_lists_are_rolled_as_dev_wants_them() -> None:
@@ -281,29 +275,3 @@ def test_lists_are_rolled_as_dev_wants_them() -> None:
         assert moved.tolist() == [[6, 7, 0]] and padding.tolist() == [[True, False, True]]
     finally:
         rolls._end()
-
-
-@pytest.mark.parametrize("ranks", [2, 4, (1, 3, 5, 7)], ids=str)
-def test_what_is_next_is_found_at_every_border_of_chunks(workers: WorkerPool, ranks: Any) -> None:
-    assert all(workers.run(ranks, _roll))
-
-
-def _roll(team: Team) -> bool:
-    whole, ranks = 1 + torch.arange(BATCH * TOKENS).view(BATCH, TOKENS), team.group.size()
-    here = of_rank(whole, ranks, team.rank)
-    with patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")):
-        for _ in range(3):
-            whole = F.pad(whole[:, 1:], (0, 1))
-            here, count = roll_tensor(here, cp_group=team.group)
-            expected = of_rank(whole, ranks, team.rank)
-            if not torch.equal(here, expected) or count != expected.sum():
-                return False
-    return True
-
-
-def test_on_one_rank_documents_move_alone() -> None:
-    """Megatron's own."""
-    bounds = torch.tensor([0, 1, 4, 9, TOKENS, TOKENS])
-    moved, _ = roll_tensor(LABELS, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
-    documents = (LABELS[:, a:b] for a, b in pairwise(bounds.tolist()[:-1]))
-    assert torch.equal(moved, torch.cat([F.pad(x[:, 1:], (0, 1)) for x in documents], 1))

@@ -15,7 +15,7 @@ from megatron_burst.plans.balance.balanced import balanced
 from megatron_burst.plans.choice.layouts import make_layout
 from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
-from tests.plugin.contexts import Context, Copies
+from tests.plugin.contexts import Context, Copies, group_of, rotary_on_the_cpu
 from tests.workers import Team, WorkerPool
 
 pytest.importorskip("megatron.training.models.gpt")
@@ -66,16 +66,14 @@ def test_positions_start_again_in_every_document() -> None:
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    RotaryEmbedding.forward.cache_clear()
+    rotary_on_the_cpu(monkeypatch)
 
 
-def rotary(kind: str, size: int = 8) -> Any:
-    group = SimpleNamespace(size=lambda: 1)
+def rotary(kind: str) -> Any:
+    made = {"use_cpu_initialization": True, "cp_group": group_of(1)}
     if kind == "yarn":
-        return YarnRotaryEmbedding(size, use_cpu_initialization=True, cp_group=group)
-    scaled = {"rope_scaling": True} if kind == "scaled" else {}
-    return RotaryEmbedding(size, 1.0, use_cpu_initialization=True, cp_group=group, **scaled)
+        return YarnRotaryEmbedding(8, **made)
+    return RotaryEmbedding(8, 1.0, rope_scaling=kind == "scaled", **made)
 
 
 def ask(module: RotaryAtPositions, rows: int, packed: Any = None) -> Any:
@@ -128,26 +126,14 @@ def test_rotary_rows_of_mla_have_no_batch_dimension_where_there_are_documents(ki
     assert plain.shape[:-1] == (8, 1, 1) and torch.equal(plain[:, 0], packed)
 
 
-def test_layers_share_positions() -> None:
-    context = Context(BurstConfig(), 2, 0)
-    positions = Positions(context)
-    for _ in range(3):
-        RotaryAtPositions(FakeRotary(), positions)(WholeSequence(16, None))
-    assert context.asked == 1
-
-
 class FakeRotary(torch.nn.Module):
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.device = device
-
     def get_emb(self, length: int) -> Tensor:
-        return torch.zeros(length, 1, 1, 2, device=self.device)
+        return torch.zeros(length, 1, 1, 2, device="meta")
 
 
 def test_positions_go_to_the_device_once_a_sequence() -> None:
     positions = Positions(Context(BurstConfig(), 2, 0))
-    layers = [RotaryAtPositions(FakeRotary("meta"), positions) for _ in range(3)]
+    layers = [RotaryAtPositions(FakeRotary(), positions) for _ in range(3)]
     for number, bounds in enumerate((None, (0, 5, 16)), start=1):
         with Copies() as copies:
             for layer in layers:
@@ -155,39 +141,25 @@ def test_positions_go_to_the_device_once_a_sequence() -> None:
         assert copies.count == 1, number
 
 
-def test_inference_is_refused() -> None:
-    module = RotaryAtPositions(FakeRotary(), Positions(Context(BurstConfig(), 1, 0)))
-    with pytest.raises(ValueError, match="inference is not possible with documents"):
-        module.get_rotary_seq_len(object(), None, torch.zeros(4, 1, 1), None)
-
-
 @pytest.mark.usefixtures("on_the_cpu")
-def test_rotary_embeddings_of_layers_are_replaced_too() -> None:
-    """MLA has one in each layer."""
-    model = torch.nn.Module()
-    model.layer = torch.nn.Module()
-    model.layer.config = SimpleNamespace(apply_rope_fusion=False)
-    model.layer.rotary_pos_emb = rotary("rope")
-    replace_rotary(model, Positions(Context(BurstConfig(), 1, 0)))
-    assert isinstance(model.layer.rotary_pos_emb, RotaryAtPositions)
-    assert not model.state_dict(), "checkpoints are as they were"
-    replaced = model.layer.rotary_pos_emb
-    replace_rotary(model, Positions(Context(BurstConfig(), 1, 0)))
-    assert model.layer.rotary_pos_emb is replaced, "once is enough"
-
-
-@pytest.mark.usefixtures("on_the_cpu")
-def test_rotary_embeddings_that_cannot_follow_are_refused() -> None:
+def test_rotary_embeddings_are_replaced_or_refused() -> None:
+    """Those of layers, too: MLA has one in each."""
     positions = Positions(Context(BurstConfig(), 1, 0))
-    model = torch.nn.Module()
-    model.rotary_pos_emb = MultimodalRotaryEmbedding(8, 1.0, cp_group=SimpleNamespace())
-    with pytest.raises(ValueError, match="mrope cannot follow"):
-        replace_rotary(model, positions)
     model = torch.nn.Module()
     model.layer = torch.nn.Module()
     model.layer.config = SimpleNamespace(apply_rope_fusion=True)
     model.layer.rotary_pos_emb = rotary("rope")
     with pytest.raises(ValueError, match="pass --no-rope-fusion"):
+        replace_rotary(model, positions)
+    model.layer.config.apply_rope_fusion = False
+    replace_rotary(model, positions)
+    replaced = model.layer.rotary_pos_emb
+    assert isinstance(replaced, RotaryAtPositions)
+    assert not model.state_dict(), "checkpoints are as they were"
+    replace_rotary(model, positions)
+    assert model.layer.rotary_pos_emb is replaced, "once is enough"
+    model.rotary_pos_emb = MultimodalRotaryEmbedding(8, 1.0, cp_group=SimpleNamespace())
+    with pytest.raises(ValueError, match="mrope cannot follow"):
         replace_rotary(model, positions)
 
 
@@ -211,7 +183,7 @@ class Stage(torch.nn.Module):
 
     def __init__(self, post_process: bool = True) -> None:
         super().__init__()
-        self.config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1)
+        self.config = SimpleNamespace(sequence_parallel=False, mtp_num_layers=None)
         self.post_process = post_process
         self.decoder = SimpleNamespace(input_tensor=None)
         self.seen: dict[str, Any] = {}
@@ -232,10 +204,14 @@ class Stage(torch.nn.Module):
         return labels.float() if output is None else output
 
 
+def hooks_of(stage: Stage, context: Any, cut: BatchCut | None = None) -> _StageHooks:
+    return _StageHooks(stage, Layouts(context), SharedState(context.config), cut)
+
+
 def hooked(context: Any, post_process: bool = True, mtp: int | None = None) -> Stage:
     stage = Stage(post_process)
     stage.config.mtp_num_layers = mtp
-    _StageHooks(stage, Layouts(context))
+    hooks_of(stage, context)
     return stage
 
 
@@ -307,7 +283,7 @@ def test_megatrons_roll_is_ours_while_a_stage_with_mtp_runs(
     tokens = torch.zeros(1, 8)
     for layers, ranks in ((2, 2), (None, 2), (2, 1)):
         context = Context(BurstConfig(), ranks, 0)
-        context.group = SimpleNamespace(rank=lambda: 0) if ranks > 1 else None
+        context.group = group_of(ranks) if ranks > 1 else None
         stage = hooked(context, mtp=layers)
         stage(tokens, tokens, None, labels=tokens)
         assert (stage.seen["roll"] != "Megatron's") == (layers == ranks == 2)
@@ -323,13 +299,6 @@ def test_megatrons_roll_is_ours_while_a_stage_with_mtp_runs(
 def test_the_window_that_all_layers_have(size: Any, skip: Any, window: int | None) -> None:
     config = SimpleNamespace(window_size=size, window_attn_skip_freq=skip, num_layers=4)
     assert _window_of_all(config) == window
-
-
-def test_a_stage_in_megatrons_layout_moves_nothing() -> None:
-    stage = hooked(Context(BurstConfig(), 2, 0))
-    tokens = torch.zeros(1, 8)
-    stage(tokens, tokens, None, labels=tokens)
-    assert stage.seen["input_ids"] is tokens and stage.seen["packed_seq_params"] is None
 
 
 def test_samples_that_are_one_sequence_pass_the_pipeline_in_megatrons_shape() -> None:
@@ -365,13 +334,12 @@ def test_a_mixer_that_passes_no_states_is_refused_where_it_would_have_to() -> No
     layer = torch.nn.Module()
     layer.layer_number, layer.mixer = 1, torch.nn.Linear(1, 1)
     stage = Stage()
-    stage.config.mtp_num_layers, stage.hybrid_layer_pattern = None, "M"
-    stage.decoder.layers = [layer]
-    over_two, alone = (_StageHooks(stage, Layouts(Context(config, n, 0))) for n in (2, 1))
+    stage.hybrid_layer_pattern, stage.decoder.layers = "M", [layer]
+    over_two, alone = (hooks_of(stage, Context(config, ranks, 0)) for ranks in (2, 1))
     refused = pytest.raises(ValueError, match="layer 1, M, is a Linear: states are passed by")
     with refused:
-        over_two.let_layers_differ("M (Mamba)", SharedState(config))
-    alone.let_layers_differ("M (Mamba)", SharedState(config))
+        over_two.let_layers_differ()
+    alone.let_layers_differ()
     with refused:
         alone.before(stage, {"packed_seq_params": packed(0, 3, 8)})
     assert alone.before(stage, {"input_ids": whole})["input_ids"] is whole
@@ -386,8 +354,7 @@ def _cut(team: Team) -> None:
     cut = BatchCut(lambda batch, **_: batch | {"by": "Megatron"})
     assert cut({"tokens": torch.arange(8)[None]}, is_hybrid_cp=False)["by"] == "Megatron"
     stage = Stage()
-    stage.config.mtp_num_layers = None
-    hooks = _StageHooks(stage, Layouts(context), cut)
+    hooks = hooks_of(stage, context, cut)
     cut.follow(hooks.layout_of, Positions(context).in_sequence)
     whole = torch.arange(32)[None]
     for bounds in ((0, 20, 32), (0, 12, 14, 32), None):

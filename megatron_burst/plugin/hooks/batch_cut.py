@@ -22,8 +22,8 @@ class BatchCut:
 
     def __init__(self, original: Callable[..., dict[str, Any]]) -> None:
         self.original = original
-        self._layout_of: Callable[[Mapping[str, Any], int], Layout | None] | None = None
-        self._positions: Callable[[torch.device, Layout], Tensor] | None = None
+        self._layout_of: Callable[[Mapping[str, Any], int], Layout | None] = lambda *_: None
+        self._positions: Callable[[torch.device, Layout], Tensor]
         self._cut = WeakIdKeyDictionary()  # the layout, by storage
         self._has_cut = False
 
@@ -41,9 +41,7 @@ class BatchCut:
     def __call__(self, batch: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
         """Return the batch with this rank's part of [batch, tokens], as Megatron's own does."""
         whole = {name: batch[name] for name in PER_TOKEN if batch.get(name) is not None}
-        if self._layout_of is None or self._positions is None or not whole:
-            return self.original(batch, *given, **options)
-        layout = self._layout_of(batch, next(iter(whole.values())).shape[1])
+        layout = self._layout_of(batch, next(iter(whole.values())).shape[1]) if whole else None
         if layout is None:
             return self.original(batch, *given, **options)
         batch = dict(batch)  # Megatron's rerun machine hands out the one it keeps: not twice

@@ -47,12 +47,7 @@ def over_tensor_ranks(layout: Layout, ranks: int) -> Layout:
     """
     if ranks == 1:
         return layout
-    size, rest = divmod(layout.local_tokens, ranks)
-    if rest:
-        raise ValueError(
-            f"{layout.local_tokens} tokens a context-parallel rank do not divide over {ranks} "
-            "tensor-parallel ranks: change --seq-length or --tensor-model-parallel-size"
-        )
+    size = layout.local_tokens // ranks
     cuts = (
         _cut(shard, rank * size, (rank + 1) * size)
         for shard in layout.shards

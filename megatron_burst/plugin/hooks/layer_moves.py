@@ -13,6 +13,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
+from megatron_burst.config import refuse
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plugin.hooks.layer_layouts import Side, moves, over_tensor_ranks, sides
 from megatron_burst.plugin.hooks.row_exchange import Moves, carry, find_moves
@@ -32,8 +33,8 @@ class LayerMoves:
     stages they cross in the layout of the layer before.
 
     Args:
-        model: the pipeline stage.
-        context: of its context-parallel ranks, two or more.
+        model: a pipeline stage over two or more context-parallel ranks.
+        context: theirs.
         scans: makes the layout of layers with a state, of the tokens and the number of ranks.
 
     Raises:
@@ -46,21 +47,18 @@ class LayerMoves:
     ) -> None:
         self._context, self._scans = context, scans
         config, groups = model.config, model.pg_collection
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise ValueError(
-                "rows move between layers of two layouts in the forward of a layer, which "
-                "Megatron's schedule plans do not call: drop --overlap-moe-expert-parallel-comm"
-            )
-        if getattr(config, "cuda_graph_impl", None) == "transformer_engine":
-            raise ValueError(
-                "rows move between layers of two layouts in the forward of a layer, which "
-                "--cuda-graph-impl transformer_engine passes by: take local, or drop it"
-            )
+        what = "rows move between layers of two layouts in the forward of a layer, which"
+        plans = "Megatron's schedule plans do not call: drop --overlap-moe-expert-parallel-comm"
+        graphs = "--cuda-graph-impl transformer_engine passes by: take local, or drop it"
+        refuse(
+            (getattr(config, "overlap_moe_expert_parallel_comm", False), f"{what} {plans}"),
+            (getattr(config, "cuda_graph_impl", None) == "transformer_engine", f"{what} {graphs}"),
+        )
         self._spread = config.tensor_model_parallel_size if config.sequence_parallel else 1
         assert context.group is not None
         self._group: dist.ProcessGroup = groups.tp_cp if self._spread > 1 else context.group
         self._moves_of = functools.lru_cache(_KEPT)(self._find)
-        self._kinds = layer_kinds(model.config, getattr(model, "hybrid_layer_pattern", None))
+        self._kinds = kinds_of(model)
         self._count = moves(sides(self._kinds))
         if self._spread > 1 and self._group.rank() != (
             context.rank * self._spread + groups.tp.rank()
@@ -147,19 +145,21 @@ def stacks_of(model: Any) -> Iterator[tuple[Any, Sequence[str]]]:
 
     A layer's number, from 1, says which is its own.
     """
-    kinds = layer_kinds(model.config, getattr(model, "hybrid_layer_pattern", None))
-    yield model.decoder, kinds.partition("/")[0]
+    yield model.decoder, kinds_of(model).partition("/")[0]
     for stack in (layer.mtp_model_layer for layer in mtp_layers(model)):
         if hasattr(stack, "layer_type_list"):  # of a HybridModel
             yield stack, stack.layer_type_list
 
 
+def kinds_of(model: Any) -> str:
+    """Return the symbols of all layers of a model that is built; see `layer_kinds`."""
+    return layer_kinds(model.config, getattr(model, "hybrid_layer_pattern", None))
+
+
 def layer_kinds(sizes: Any, pattern: str | None) -> str:
     """Return the symbols of all layers of a model, of all its stages; `/` before MTP's depths.
 
-    Args:
-        sizes: Megatron's arguments, or a TransformerConfig.
-        pattern: a HybridModel's; None for a GPTModel.
+    By Megatron's arguments or a TransformerConfig; a GPTModel has no pattern.
     """
     if pattern is not None:
         return pattern.replace("|", "")

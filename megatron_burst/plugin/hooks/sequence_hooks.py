@@ -17,22 +17,18 @@ from torch import Tensor
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.config import LayoutName
 from megatron_burst.plans.visibility.layout import Layout, contiguous, zigzag
-from megatron_burst.plugin.attention.contexts import Contexts
-from megatron_burst.plugin.attention.core_attention import (
-    BurstCoreAttention,
-    window_of,
-)
+from megatron_burst.plugin.attention.core_attention import BurstCoreAttention, window_of
 from megatron_burst.plugin.attention.documents import PackedDocuments, read_documents
 from megatron_burst.plugin.attention.layouts import Layouts
 from megatron_burst.plugin.attention.shared_state import SharedState
 from megatron_burst.plugin.calls import after_calls, before_calls
 from megatron_burst.plugin.hooks.batch_cut import BatchCut
-from megatron_burst.plugin.hooks.layer_moves import LayerMoves, stacks_of
+from megatron_burst.plugin.hooks.layer_moves import LayerMoves, kinds_of, stacks_of
 from megatron_burst.plugin.hooks.mtp import Rolls
 from megatron_burst.plugin.hooks.rotary import Positions, RotaryAtPositions
 from megatron_burst.plugin.hooks.row_exchange import RowExchange
 from megatron_burst.plugin.models import LanguageModel, need_language_models
-from megatron_burst.plugin.refusals import layer_pattern, recurrent_layers
+from megatron_burst.plugin.refusals import recurrent_layers
 from megatron_burst.plugin.scans.layer import OTHER_GROUP, layer_apart
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -59,35 +55,25 @@ class SequenceHooks:
     """
 
     def __init__(
-        self,
-        shared: SharedState,
-        cut: BatchCut | None = None,
-        *,
-        documents_apart: bool = False,
+        self, shared: SharedState, cut: BatchCut | None = None, *, documents_apart: bool = False
     ) -> None:
         self._shared, self._apart, self._cut = shared, documents_apart, cut
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Attach to all pipeline stages among `models` and return them.
-
-        Raises:
-            ValueError: a model that cannot follow.
-        """
+        """Attach to the pipeline stages of a model and return them."""
         layouts: dict[BurstContext, Layouts] = {}  # one for all stages of a pipeline
         need_language_models("documents, and layouts other than zigzag: SequenceHooks", models)
         for model in models:
-            context = self._shared.contexts.of(model.config, model.pg_collection)
+            config = model.config
+            context = self._shared.contexts.of(config, model.pg_collection)
             _check_core_attention(model)
             positions = Positions(context)
             replace_rotary(model, positions)
-            config, window = model.config, _window_of_all(model.config)
             queries_a_key = config.num_attention_heads // config.num_query_groups
-            layout = layouts.setdefault(context, Layouts(context, window, queries_a_key))
-            stage = _StageHooks(
-                *(model, layout, self._cut, self._shared.contexts), documents_apart=self._apart
-            )
-            pattern = getattr(model, "hybrid_layer_pattern", None) or layer_pattern(config)
-            stage.let_layers_differ(recurrent_layers(pattern), self._shared)
+            layout = Layouts(context, _window_of_all(config), queries_a_key)
+            layout = layouts.setdefault(context, layout)
+            stage = _StageHooks(model, layout, self._shared, self._cut, self._apart)
+            stage.let_layers_differ()
             moves = not self._shared.config.is_zigzag and context.ranks > 1
             if moves and self._cut is not None:
                 self._cut.follow(stage.layout_of, positions.in_sequence)
@@ -141,39 +127,34 @@ class _StageHooks:
         self,
         model: LanguageModel,
         layouts: Layouts,
+        shared: SharedState,
         cut: BatchCut | None = None,
-        contexts: Contexts | None = None,
-        *,
         documents_apart: bool = False,
     ) -> None:
         config, context = model.config, layouts.context
-        self._cut, self._context, self._layouts = cut, context, layouts
-        self._contexts, self._apart = contexts, documents_apart
+        self._model, self._layouts, self._context = model, layouts, context
+        self._shared, self._cut, self._apart = shared, cut, documents_apart
         self._tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._refused = ""
         self._layer_moves: LayerMoves | None = None
-        self._model: LanguageModel = model
         self._rolls = Rolls(model) if config.mtp_num_layers and context.ranks > 1 else None
         self._exchange = functools.lru_cache(_EXCHANGES_KEPT)(self._make_exchange)
         before_calls(model, self.before)
         after_calls(model, self.after)
 
-    def let_layers_differ(self, scans: str, shared: SharedState) -> None:
+    def let_layers_differ(self) -> None:
         """Move rows where layers change from attention's layout to that of scans, and back.
-
-        Args:
-            scans: names the layers with a state; empty if the model has none.
-            shared: says where these run.
 
         Raises:
             ValueError: a layer that rows would move for cannot follow, or the other way round.
         """
-        moves = shared.passes_states and self._context.ranks > 1
+        scans = recurrent_layers(kinds_of(self._model))
+        moves = self._shared.passes_states and self._context.ranks > 1
         fault = layer_apart(stacks_of(self._model), rows_move=moves)
         if moves and fault:
             raise ValueError(fault)
         if moves and scans:
-            self._layer_moves = LayerMoves(self._model, self._context, shared.scan_layout)
+            self._layer_moves = LayerMoves(self._model, self._context, self._shared.scan_layout)
         elif scans and self._context.ranks > 1:
             self._refused = f"documents and {scans} layers need a SharedState with moves=True"
         else:
@@ -194,7 +175,7 @@ class _StageHooks:
     def before(self, model: LanguageModel, given: dict[str, Any]) -> dict[str, Any]:
         """Change the arguments of the model's forward."""
         packed = given.get("packed_seq_params")
-        context = self._context_of(packed)
+        context = self._shared.contexts.of_micro_batch(packed, self._context)
         if self._layer_moves is not None and context is not self._context:
             # A layer says so, too, but behind the exchange, where other ranks would wait.
             raise ValueError(f"M and G layers carry a state {OTHER_GROUP}")
@@ -223,7 +204,8 @@ class _StageHooks:
         """Change the output of the model's forward."""
         if not model.post_process:
             return _unflatten_output(output, given.get("packed_seq_params") or PackedDocuments())
-        if self._context_of(given.get("packed_seq_params")).group is None:
+        packed = given.get("packed_seq_params")
+        if self._shared.contexts.of_micro_batch(packed, self._context).group is None:
             return output
         tensors = _per_token(given) or {"output": output}
         exchange, shape = self._exchange_of(tensors, given), next(iter(tensors.values())).shape[:2]
@@ -238,7 +220,7 @@ class _StageHooks:
         """Return the moves of the micro-batch of these tensors [batch, rows, ...]."""
         documents = given.get("packed_seq_params") or PackedDocuments()
         cut = None if self._cut is None else self._cut.layout_of(tensors.values())
-        context = self._context_of(given.get("packed_seq_params"))
+        context = self._shared.contexts.of_micro_batch(documents, self._context)
         where = context, documents.bounds, cut or documents.brought, documents.layout
         x = next(iter(tensors.values()))
         return self._exchange(x.shape[1] * context.ranks, where, x.device)
@@ -250,12 +232,6 @@ class _StageHooks:
         assert context.group is not None
         callers, ours = brought or zigzag(tokens, context.ranks), layout or context.layout(tokens)
         return RowExchange(context.group, callers, ours, bounds or (0, tokens), device)
-
-    def _context_of(self, packed: Any) -> BurstContext:
-        """Return the context over whose ranks a micro-batch runs."""
-        if self._contexts is None:
-            return self._context
-        return self._contexts.of_micro_batch(packed, self._context)
 
     def _read(self, packed: PackedSeqParams, context: BurstContext) -> PackedDocuments:
         is_own = context is self._context
