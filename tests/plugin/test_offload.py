@@ -20,6 +20,7 @@ from megatron_burst.plugin.hooks.mlp import ChunkedMlps  # noqa: E402
 from megatron_burst.plugin.hooks.offload import OffloadInputs  # noqa: E402
 from megatron_burst.plugin.training_config import MlpConfig  # noqa: E402
 from megatron_burst.transport.host import HostMemory  # noqa: E402
+from tests.plugin.contexts import copies_at_once  # noqa: E402
 from tests.plugin.test_recompute import (  # noqa: E402
     LAYERS,
     RUNS,
@@ -74,14 +75,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             return original(*args)
 
         monkeypatch.setattr(HostMemory, name, counted)
-    done = SimpleNamespace(
-        wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: None
-    )
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: done)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: done)
+    copies_at_once(monkeypatch)
     return seen
 
 
@@ -292,29 +286,17 @@ def test_an_exception_leaves_nothing_behind(copies: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "tree", "limit", "held", "of_all"),
+    ("own", "tree", "names", "of_all"),
     [
-        ("0::/job/step", ".", "memory.max", "memory.current", ""),
-        (
-            "9:memory:/job/step",
-            "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_",
-        ),
+        ("0::/job/step", ".", "memory.max memory.current", ""),
+        ("9:memory:/job/step", "memory", "memory.limit_in_bytes memory.usage_in_bytes", "total_"),
     ],
     ids=["version 2", "version 1"],
 )
 def test_a_control_group_bounds_what_is_available(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    own: str,
-    tree: str,
-    limit: str,
-    held: str,
-    of_all: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, tree: str, names: str, of_all: str
 ) -> None:
-    folder = tmp_path / tree / "job" / "step"
+    folder, (limit, held) = tmp_path / tree / "job" / "step", names.split()
     folder.mkdir(parents=True)
     files = f"active_file 0\ninactive_file 0\n{of_all}active_file {2**30}\n"
     for group, bytes_ in ((folder, 2**62 if of_all else "max"), (folder.parent, 7 * 2**30)):

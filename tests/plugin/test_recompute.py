@@ -7,7 +7,6 @@ Megatron's does; tests/training runs the same with Megatron itself.
 import gc
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import BurstConfig
 from megatron_burst.attention.saved import AttentionMemory
+from tests.plugin.contexts import copies_at_once
 from tests.tier import in_turn, one_in
 
 pytest.importorskip("megatron.training.models.gpt")
@@ -308,25 +308,8 @@ def test_two_calls_that_save_one_storage_keep_nothing() -> None:
     check(model, wanted.gradients(), found=2 * (LAYERS - 1))
 
 
-def test_layers_behind_other_work_keep_nothing() -> None:
-    model = Model(0.5)
-    losses = [model(batch(number), behind_other_work) for number in range(3)]
-    for loss in losses:
-        loss.backward(retain_graph=True)
-    check(model, expected(0, 1, 2, run=behind_other_work), found=3)
-
-
 def with_mtp(model: Model, hidden: Tensor) -> Tensor:
     return model.mtp(in_pairs(model, hidden))
-
-
-def test_layers_of_mtp_keep_nothing() -> None:
-    model = Model(0.5)
-    losses = [model(batch(number), with_mtp) for number in range(3)]
-    assert model.checkpoints.kept == 3 * LAYERS
-    for loss in losses:
-        loss.backward()
-    check(model, expected(0, 1, 2, run=with_mtp), found=3 * LAYERS)
 
 
 def shared_in_one_call(model: Model, hidden: Tensor) -> Tensor:
@@ -339,45 +322,33 @@ def shared_in_and_behind_a_call(model: Model, hidden: Tensor) -> Tensor:
     return once(checkpoint(once, hidden, use_reentrant=True))
 
 
+def without_checkpoints(model: Model, hidden: Tensor) -> Tensor:
+    return layers(model, 0, LAYERS)(hidden)
+
+
 @pytest.mark.parametrize(
-    ("run", "found"), [(shared_in_one_call, 0), (shared_in_and_behind_a_call, 2)]
+    ("run", "found"),
+    [
+        (behind_other_work, 1),
+        (with_mtp, LAYERS),
+        (shared_in_one_call, 0),
+        (shared_in_and_behind_a_call, 1),
+        (without_checkpoints, 0),
+    ],
 )
-def test_a_layer_that_runs_twice_in_a_forward(run: Run, found: int) -> None:
+def test_what_cannot_be_told_apart_keeps_nothing(run: Run, found: int) -> None:
+    """Layers whose input is made in a checkpoint, those of MTP, and those that run twice."""
     model = Model(0.5)
-    for loss in [model(batch(number), run) for number in range(2)]:
-        loss.backward()
-    check(model, expected(0, 1, run=run), found=found)
-
-
-def test_without_checkpoints_nothing_is_kept() -> None:
-    model = Model(0.5)
-    loss = model(batch(0), lambda model, x: layers(model, 0, LAYERS)(x))
-    assert model.checkpoints.calls == 0
-    loss.backward()
-    check(model, expected(0), found=0)
+    losses = [model(batch(number), run) for number in range(3)]
+    assert (model.checkpoints.calls == 0) == (run is without_checkpoints)
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    check(model, expected(0, 1, 2, run=run), found=3 * found)
 
 
 def test_a_fraction_of_1_needs_no_checkpoints() -> None:
     assert SharedState(BurstConfig(recompute_fraction=1.0)).checkpoints is None
     assert SharedState(BurstConfig()).checkpoints is None
-
-
-class Stream:
-    """A copy stream that does its work at once."""
-
-    made = 0
-
-    def __init__(self, device: torch.device) -> None:
-        type(self).made += 1
-
-    def wait_stream(self, _: Any) -> None:
-        pass
-
-    def wait_event(self, _: Any) -> None:
-        pass
-
-    def record_event(self) -> str:
-        return "recorded"
 
 
 @pytest.fixture
@@ -404,15 +375,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             log.append(f"put {numbers[id(memory)]}")
         return recall(memory)
 
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.__new__(Stream))
     monkeypatch.setattr(AttentionMemory, "save", saving)
     monkeypatch.setattr(AttentionMemory, "fetch", fetching)
     monkeypatch.setattr(AttentionMemory, "recall", recalling)
-    monkeypatch.setattr(Stream, "made", 0)
     return log
 
 
@@ -426,9 +391,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_what_waits_on_the_host_is_fetched_a_layer_ahead_on_one_stream(
-    copies: list[str], run: Run, order: str, in_flight: int
+    monkeypatch: pytest.MonkeyPatch, copies: list[str], run: Run, order: str, in_flight: int
 ) -> None:
-    model = Model(0.5, offload=True)
+    streams, model = copies_at_once(monkeypatch), Model(0.5, offload=True)
     losses = [model(batch(number), run) for number in range(in_flight)]
     assert not copies, "nothing is fetched in a forward"
     for loss in losses:
@@ -436,12 +401,15 @@ def test_what_waits_on_the_host_is_fetched_a_layer_ahead_on_one_stream(
     # What was saved last is still on the card.
     orders = [order] * (in_flight - 1) + [order.replace("fetch 3, ", "")]
     assert ", ".join(copies) == ", ".join(orders)
-    assert Stream.made == 1
+    assert len(streams) == 1
     check(model, expected(*range(in_flight), run=run), found=LAYERS * in_flight)
 
 
-def test_a_forward_between_backwards_is_not_fetched_early(copies: list[str]) -> None:
+def test_a_forward_between_backwards_is_not_fetched_early(
+    monkeypatch: pytest.MonkeyPatch, copies: list[str]
+) -> None:
     """One forward, one backward, as pipelines alternate them."""
+    copies_at_once(monkeypatch)
     model = Model(0.5, offload=True)
     losses = [model(batch(0), uniform), model(batch(1), uniform)]
     losses[0].backward()

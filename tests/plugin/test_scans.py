@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.plugin.contexts import group_of
 from tests.tier import one_in
 from tests.workers import Team, WorkerPool
 
@@ -29,6 +30,7 @@ from megatron_burst.plugin.scans.layer import OverRanks, layer_apart  # noqa: E4
 from megatron_burst.plugin.scans.mixers import DeltaNetOverRanks, MambaOverRanks  # noqa: E402
 from megatron_burst.plugin.scans.packages import fla_rule, mamba_scan  # noqa: E402
 from megatron_burst.plugin.scans.rank_scan import (  # noqa: E402
+    DeltaRule,
     Scanned,
     causal_convolution,
     plain_delta_rule,
@@ -86,10 +88,10 @@ def by_decay(tensors: Given, shard: Shard) -> Scanned:
     return scan_by_decay(*tensors[:4], shard, chunk=16)
 
 
-def by_delta(tensors: Given, shard: Shard) -> Scanned:
+def by_delta(tensors: Given, shard: Shard, rule: DeltaRule = plain_delta_rule) -> Scanned:
     q, k, *others = tensors
     q, k = (each.repeat_interleave(HEADS // GROUPS, 2) for each in (q, k))
-    return scan_by_delta_rule(plain_delta_rule, [q, k, *others], shard)
+    return scan_by_delta_rule(rule, [q, k, *others], shard)
 
 
 def begin_anew(seq_idx: Tensor) -> list[int]:
@@ -121,9 +123,7 @@ def by_fla(tensors: Given, shard: Shard) -> Scanned:
         bounds = () if cu_seqlens is None else tuple(cu_seqlens.tolist())
         return plain_delta_rule([q, k, v, g, beta], initial_state, bounds)
 
-    q, k, *others = tensors[:5]
-    q, k = (each.repeat_interleave(HEADS // GROUPS, 2) for each in (q, k))
-    return scan_by_delta_rule(fla_rule(kernel), [q, k, *others], shard)
+    return by_delta(tensors, shard, fla_rule(kernel))
 
 
 SCANS: dict[str, Scan] = {
@@ -144,14 +144,9 @@ def sharded(team: Team, bounds: tuple[int, ...], batch: int, name: str) -> list[
     out = with_state_before(SCANS[name](rows[:5], shard), team.group)
     convolved = causal_convolution(*rows[5:], shard, team.group)
     gradients = torch.autograd.grad(
-        loss(out, rank) + loss(convolved, rank), rows, allow_unused=True
+        loss(out, rank) + loss(convolved, rank), rows, materialize_grads=True
     )
-    results = [
-        out,
-        convolved,
-        *(torch.zeros_like(x) if g is None else g for g, x in zip(gradients, rows, strict=True)),
-    ]
-    return [x.detach() for x in results]
+    return [out.detach(), convolved.detach(), *gradients]
 
 
 def loss(x: Tensor, rank: int) -> Tensor:
@@ -171,10 +166,7 @@ def test_shards_equal_the_recurrence(
     whole = [x.requires_grad_() for x in given(batch)]
     expected = [*step_by_step(whole, BOUNDS[bounds], delta=name in ("delta", "fla"))]
     total = loss(expected[0], 0) + loss(expected[1], 0)
-    gradients = torch.autograd.grad(total, whole, allow_unused=True)
-    expected += [
-        torch.zeros_like(x) if g is None else g for g, x in zip(gradients, whole, strict=True)
-    ]
+    expected += torch.autograd.grad(total, whole, materialize_grads=True)
     for number, (parts, right) in enumerate(zip(zip(*found, strict=True), expected, strict=True)):
         is_weight = number >= 8
         joined = sum(parts) if is_weight else torch.cat(parts, 1)
@@ -251,8 +243,8 @@ def test_shards_shorter_than_the_convolution_are_refused(workers: WorkerPool) ->
 
 def a_layer(layout: str, ranks: int) -> Any:
     layer: Any = object.__new__(OverRanks)
-    group = SimpleNamespace(size=lambda: ranks, rank=lambda: ranks - 1)
-    layer.pg_collection, layer.layer_number = SimpleNamespace(cp=group), 3
+    groups = SimpleNamespace(cp=group_of(ranks, ranks - 1))
+    layer.pg_collection, layer.layer_number = groups, 3
     layer.shared = SharedState(BurstConfig(layout=layout))
     layer._passes = layout == "contiguous" and ranks > 1
     return layer
@@ -284,7 +276,7 @@ def test_megatrons_layer_is_made_for_one_rank_where_states_are_passed() -> None:
     class Ours(OverRanks, Theirs):
         pass
 
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+    groups = SimpleNamespace(cp=group_of(2))
     for layout, ranks in (("zigzag", 2), ("contiguous", 1)):
         made: Any = Ours(shared=SharedState(BurstConfig(layout=layout)), pg_collection=groups)
         assert made.ranks == ranks and made.pg_collection is groups

@@ -15,11 +15,8 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention  #
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 
+from tests.plugin.contexts import group_of  # noqa: E402
 from tests.plugin.test_layer_spec import build as build_layer  # noqa: E402
-
-
-def group(rank: int, size: int) -> Any:
-    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
 
 def build(
@@ -34,7 +31,7 @@ def build(
         fallback=stood_there,
         k_channels=6,
         v_channels=5,
-        pg_collection=SimpleNamespace(cp=None, tp=group(tp_rank, tp_size)),
+        pg_collection=SimpleNamespace(cp=None, tp=group_of(tp_size, tp_rank)),
     )
 
 
@@ -42,7 +39,7 @@ def test_only_learnable_sinks_are_parameters_and_saved() -> None:
     for softmax_type in ("vanilla", "off-by-one"):
         module = build(softmax_type)
         assert not list(module.parameters()) and not module.state_dict()
-        assert not module.sharded_state_dict(metadata={"dp_cp_group": group(0, 1)})
+        assert not module.sharded_state_dict(metadata={"dp_cp_group": group_of(1)})
     module = build("learnable", params_dtype=torch.bfloat16)
     ((name, parameter),) = module.named_parameters()
     assert (name, parameter.shape, parameter.dtype) == ("softmax_offset", (4,), torch.bfloat16)
@@ -60,7 +57,7 @@ def test_the_parameter_is_drawn_by_megatrons_initialisation() -> None:
 def test_mc7452_sink_gradients_of_every_tensor_parallel_rank_are_in_the_norm(rank: int) -> None:
     module = build("learnable", tp_rank=rank, tp_size=2)
     assert module.softmax_offset.shape == (2,)
-    assert param_is_not_tensor_parallel_duplicate(module.softmax_offset, group(rank, 2))
+    assert param_is_not_tensor_parallel_duplicate(module.softmax_offset, group_of(2, rank))
     assert module.softmax_offset.partition_dim == 0
 
 
@@ -69,7 +66,7 @@ def test_checkpoints_hold_a_shard_of_each_tensor_parallel_rank(
 ) -> None:
     module = build("learnable", tp_rank=1, tp_size=2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    metadata = {"dp_cp_group": group(0, 1)}
+    metadata = {"dp_cp_group": group_of(1)}
     state = module.sharded_state_dict("core_attention.", metadata=metadata)
     ((name, shard),) = state.items()
     assert name == shard.key == "core_attention.softmax_offset"
@@ -88,7 +85,7 @@ def test_an_extra_state_in_a_checkpoint_is_read_over(softmax_type: str) -> None:
 def test_an_extra_state_is_saved_beside_a_sink_where_transformer_engines_attention_stood() -> None:
     module = build("learnable", stood_there=TEDotProductAttention)
     assert list(module.state_dict()) == ["softmax_offset"]
-    metadata = {"dp_cp_group": group(0, 1)}
+    metadata = {"dp_cp_group": group_of(1)}
     state = module.sharded_state_dict("core_attention.", metadata=metadata)
     assert list(state) == ["core_attention.softmax_offset", "core_attention._extra_state"]
     assert state["core_attention._extra_state"].data.numel() == 0

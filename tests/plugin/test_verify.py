@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from megatron_burst import BurstConfig
 from megatron_burst.attention.sums import Sums
 from megatron_burst.plans.choice.head_parallel import HeadGroups
-from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plugin.training_config import LayerConfig
 from megatron_burst.transport.comm import Transfers
 from tests.attention import faults
+from tests.plugin.contexts import Context, group_of, rotary_on_the_cpu
 from tests.tier import in_turn
 from tests.workers import Team, WorkerPool
 
@@ -64,7 +65,7 @@ class Layers:
             shared=self.shared,
             config=config | {"window_size": (9, 0), "window_attn_skip_freq": [0, 1]},
             layer_number=number,
-            pg_collection=SimpleNamespace(cp=group, tp=SimpleNamespace(size=lambda: 1)),
+            pg_collection=SimpleNamespace(cp=group, tp=group_of(1)),
         )
 
     def freeze(self, count: int) -> None:
@@ -201,11 +202,6 @@ def test_layers_without_a_gradient_hide_no_other_layer(frozen: int) -> None:
     assert gradients == [False, frozen == 1]
 
 
-def test_off_it_is_not_there() -> None:
-    shared = SharedState(BurstConfig())
-    assert shared.verification is None
-
-
 # Faults.
 
 
@@ -296,99 +292,64 @@ def test_a_fault_of_the_first_of_two_passes_is_found() -> None:
 # Positions.
 
 
-class GroupOf:
-    """A process group as far as Megatron's slicing asks."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
+def hooks_of(rank: int) -> tuple[PositionHooks, Any, dict[str, str]]:
+    """Those of a rank of two, its context, and what they will have found."""
+    shared = SharedState(BurstConfig(), layer_config=LayerConfig(check="reference"))
+    context = Context(shared.config, 2, rank)
+    context.group = group_of(2, rank)
+    assert shared.verification is not None
+    return PositionHooks(shared), context, shared.verification.positions
 
 
-class Pool:
-    """As much of the shared state as the hooks need, for a rank of several."""
-
-    def __init__(self, rank: int, ranks: int, layout: str = "zigzag") -> None:
-        config = BurstConfig(layout=layout)
-        self.verification = SharedState(
-            config, layer_config=LayerConfig(check="reference")
-        ).verification
-        context = SimpleNamespace(config=config, ranks=ranks, rank=rank)
-        context.group = GroupOf(rank, ranks)
-        context.layout = lambda tokens: zigzag(tokens, ranks)
-        self.context: Any = context
-
-    @property
-    def wrong(self) -> dict[str, str]:
-        assert self.verification is not None
-        return self.verification.positions
-
-
-def look_at_ids(shared: Any, rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
+def look_at_ids(rows: list[int], bounds: tuple[int, ...] | None = None) -> str:
+    """What is said of the position ids of rank 1."""
     packed = None
     if bounds is not None:
-        packed = PackedDocuments(
-            qkv_format="sbhd", cu_seqlens_q=torch.tensor(bounds), bounds=bounds
-        )
+        starts = torch.tensor(bounds)
+        packed = PackedDocuments(qkv_format="sbhd", cu_seqlens_q=starts, bounds=bounds)
     given = {"position_ids": torch.tensor([rows, rows]), "packed_seq_params": packed}
-    PositionHooks(shared)._look_at_ids(shared.context, shared, given, None)
-    return shared.wrong["position ids"]
+    hooks, context, wrong = hooks_of(1)
+    hooks._look_at_ids(context, context, given, None)
+    return wrong["position ids"]
 
 
 def test_position_ids_are_those_of_megatrons_zigzag() -> None:
-    assert look_at_ids(Pool(1, 2), [2, 3, 4, 5]) == ""
+    assert look_at_ids([2, 3, 4, 5]) == ""
     for swapped in ([4, 5, 2, 3], [0, 1, 6, 7]):  # in itself, or with the other rank
-        found = look_at_ids(Pool(1, 2), swapped)
+        found = look_at_ids(swapped)
         assert "position ids on rank 0 (context-parallel rank 1) are not those" in found
         assert "4 of 4 are wrong, of tokens 2 to 5" in found
-    assert "1 of 4 are wrong, of tokens 4 to 4" in look_at_ids(Pool(1, 2), [2, 3, 9, 5])
+    assert "1 of 4 are wrong, of tokens 4 to 4" in look_at_ids([2, 3, 9, 5])
 
 
 def test_position_ids_of_documents_begin_anew() -> None:
     bounds = (0, 3, 8, 8)
-    assert look_at_ids(Pool(1, 2), [2, 0, 1, 2], bounds) == ""
-    assert "of tokens 3 to 5" in look_at_ids(Pool(1, 2), [2, 3, 4, 5], bounds)
+    assert look_at_ids([2, 0, 1, 2], bounds) == ""
+    assert "of tokens 3 to 5" in look_at_ids([2, 3, 4, 5], bounds)
 
 
 def rotary(rank: int) -> RotaryEmbedding:
-    group: Any = GroupOf(rank, 2)
-    return RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=group)
+    return RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=group_of(2, rank))
 
 
-@pytest.fixture
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Megatron moves frequencies and an index to the GPU."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda x, **_: x)
-    plain = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda *x, pin_memory=False, **y: plain(*x, **y))
-
-
-@pytest.mark.usefixtures("on_the_cpu")
-def test_angles_of_megatrons_rotary_embedding() -> None:
+def test_angles_of_megatrons_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is for a wrong rank, or another order, on one rank of several."""
-    for rank in (0, 1):
-        for given in (0, 1):
-            shared: Any = Pool(rank, 2)
-            module = rotary(given)
-            hooks = PositionHooks(shared)
-            hooks._look_at_angles(shared.context, module, (8,), {}, module(8))
-            assert (shared.wrong["rotary angles"] == "") == (given == rank)
+    rotary_on_the_cpu(monkeypatch)
+    for rank, given in product((0, 1), (0, 1)):
+        hooks, context, wrong = hooks_of(rank)
+        module = rotary(given)
+        hooks._look_at_angles(context, module, (8,), {}, module(8))
+        assert (wrong["rotary angles"] == "") == (given == rank)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
-def test_angles_of_ours() -> None:
+def test_angles_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary_on_the_cpu(monkeypatch)
     sequence = WholeSequence(8, (0, 3, 8))
     for rank in (0, 1):
-        shared: Any = Pool(rank, 2)
-        module = RotaryAtPositions(rotary(rank), Positions(shared.context))
+        hooks, context, wrong = hooks_of(rank)
+        module = RotaryAtPositions(rotary(rank), Positions(context))
         angles = module(sequence)
-        hooks = PositionHooks(shared)
-        hooks._look_at_angles(shared.context, module, (sequence,), {}, angles)
-        assert shared.wrong["rotary angles"] == ""
-        hooks._look_at_angles(shared.context, module, (WholeSequence(8, None),), {}, angles)
-        assert "are wrong" in shared.wrong["rotary angles"]
+        hooks._look_at_angles(context, module, (sequence,), {}, angles)
+        assert wrong["rotary angles"] == ""
+        hooks._look_at_angles(context, module, (WholeSequence(8, None),), {}, angles)
+        assert "are wrong" in wrong["rotary angles"]

@@ -96,7 +96,3 @@ class Batch(Run):
 
     def mine(self, whole: Tensor) -> Tensor:
         return self._layout.shard(whole, self.rank, 0)
-
-
-if __name__ == "__main__":
-    main()
