@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import (  # noqa: E402
     TransformerConfig,
 )
 
-from megatron_burst.plugin.attention.shapes import shape_of  # noqa: E402
+from megatron_burst.plugin.attention.contexts import shape_of  # noqa: E402
 from megatron_burst.plugin.attention.shared_state import SharedState  # noqa: E402
 
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.attention.log import Means
-from megatron_burst.config import BurstConfig
+from megatron_burst.config import BurstConfig, Mla
+from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.head_parallel import head_groups
 from megatron_burst.plans.schedules.topology import flat_grid
 from megatron_burst.plugin.attention.documents import ranks_of
 from megatron_burst.plugin.attention.masks import Masks
-from megatron_burst.plugin.attention.shapes import shape_of
 from megatron_burst.plugin.training_config import Check, LayerConfig
 from megatron_burst.transport.groups import make_groups
 from megatron_burst.transport.objects import check_agreement, gather_objects
@@ -26,14 +27,9 @@ _BY_SIZE = "_DYNAMIC_DP_CP_GROUPS", "_HYBRID_DP_CP_GROUPS"
 
 
 class Contexts:
-    """Those of one model, made when its first layer asks.
+    """Those of one model, made when its first layer asks; the arguments are `SharedState`'s.
 
-    Args:
-        config: the settings.
-        layer_config: what its layers do around attention, on every rank alike.
-        tokens: of a micro-batch on a rank, by which the Ulysses degree is chosen; None: not known.
-        masks: of the model, which every rank has to have alike.
-        batch: sequences of that micro-batch.
+    On every rank of the job the masks and what layers do around attention have to be alike.
     """
 
     def __init__(
@@ -102,11 +98,7 @@ class Contexts:
         self._made.setdefault(ranks, made)
 
     def of_micro_batch(self, packed: Any, own: BurstContext) -> BurstContext:
-        """Return the context of the group that a micro-batch brings, `own` where it brings none.
-
-        Args:
-            packed: its `packed_seq_params`, Megatron's or ours, or None.
-            own: the context of the model.
+        """Return the context of the group that `packed_seq_params` bring, `own` without any.
 
         Raises:
             ValueError: it is the group of nobody's context, or not of the size that it is said.
@@ -153,6 +145,31 @@ class Contexts:
         """Of the context whose ranks have the most uneven work."""
         every = (context.kept.means for context in self)
         return max(every, key=attrgetter("imbalance"), default=Means())
+
+
+def shape_of(
+    model: ModelParallelConfig, config: BurstConfig, tokens: int | None = None, batch: int = 1
+) -> Shape | str:
+    """Return the shape of a rank's tensors in every layer; `tokens` are a rank's, of the batch.
+
+    Or why no choice goes by it: messages of some layers are fewer than those of all their keys.
+    """
+    if not isinstance(model, TransformerConfig) or model.heterogeneous_block_specs:
+        return "the heads of its layers are not known"
+    if tokens is None:
+        return "how many tokens a rank has is not known"
+    if config.block_mask is not None or model.window_size:
+        return "its rings send less under a window or a block mask"
+    if model.multi_latent_attention and config.mla is not Mla.HEADS:
+        return "its rings may send latents, which have no heads"
+    tensor, kv_heads = model.tensor_model_parallel_size, model.num_query_groups
+    head_dims = model.kv_channels, model.kv_channels
+    if model.multi_latent_attention:
+        kv_heads = model.num_attention_heads
+        head_dims = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    heads = model.num_attention_heads // tensor, max(kv_heads // tensor, 1)
+    shape = Shape.of(tokens, heads, head_dims, model.params_dtype.itemsize, config.grad_dtype)
+    return replace(shape, batch=batch)
 
 
 def _groups_of_micro_batches() -> list[dist.ProcessGroup]:
