@@ -10,14 +10,7 @@ from megatron_burst.transport.objects import check_agreement
 
 
 class Masks:
-    """The masks of one model's layers.
-
-    Args:
-        file: of --burst-block-mask, if there is one.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The masks of one model's layers, with the table of --burst-block-mask if there is one."""
 
     def __init__(self, file: str | None) -> None:
         self.table = None if file is None else load_block_mask(file)
