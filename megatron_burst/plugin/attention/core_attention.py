@@ -30,11 +30,8 @@ _IS_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 class BurstCoreAttention(ModuleWithSink):
     """`ring_attention` under the contract of Megatron's `CoreAttentionInterface`.
 
-    Takes the constructor arguments of Megatron's own classes; the head sizes among them, which MLA
-    gives, follow from the tensors.
-
-    Args:
-        saves_extra_state: whether TransformerEngine's attention stood in the spec.
+    Takes the constructor arguments of Megatron's own classes, and whether TransformerEngine's stood
+    in the spec (`saves_extra_state`); the head sizes, which MLA gives, follow from the tensors.
 
     Raises:
         ValueError: the transformer config asks for what our attention cannot do.

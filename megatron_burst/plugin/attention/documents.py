@@ -1,6 +1,7 @@
 """The packed sequences (documents) of one micro-batch, handed from the model to every attention."""
 
-from collections.abc import Callable, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -180,28 +181,23 @@ def _values(given: dict[str, Tensor]) -> dict[str, list[int]]:
     if any(x.shape != given["cu_seqlens_q"].shape or x.ndim != 1 for x in given.values()):
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
         raise ValueError(f"boundaries of documents are vectors of one length, got {shapes}")
-    distinct = {id(x): x for x in given.values()}
-    copied = torch.stack([x.long() for x in distinct.values()]).tolist()
-    lists: dict[int, list[int]] = dict(zip(distinct, copied, strict=True))
-    return {name: lists[id(x)] for name, x in given.items()}
+    copied = torch.stack([x.long() for x in given.values()]).tolist()
+    return dict(zip(given, copied, strict=True))
 
 
 def _faults(boundaries: dict[str, list[int]]) -> Iterator[str]:
     """Say what is wrong with boundaries, by their names."""
     for name, values in boundaries.items():
         if len(values) < 2 or values[0] != 0 or values[-1] == 0:
-            yield f"{name} goes from 0 to where the last document ends, got {_shown(values)}"
+            found = reprlib.repr(values)
+            yield f"{name} goes from 0 to where the last document ends, got {found}"
         for number, (start, stop) in enumerate(pairwise(values)):
             if stop < start:
                 yield f"{name} falls from {start} to {stop} at document {number}: pass sums"
         query = name.replace("_kv", "_q")
         if values != boundaries.get(query):
-            shown = _shown(values), _shown(boundaries.get(query, []))
+            shown = reprlib.repr(values), reprlib.repr(boundaries.get(query, []))
             yield f"{name} is {shown[0]} and {query} is {shown[1]}: self-attention has one of them"
-
-
-def _shown(values: Sequence[int]) -> str:
-    return str([*values[:6]])[:-1] + (", …]" if len(values) > 6 else "]")
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:

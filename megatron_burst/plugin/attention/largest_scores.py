@@ -42,11 +42,6 @@ def largest_scores(
         q: [batch, rows, heads, d] of this rank.
         k: [batch, rows, kv heads, d].
         lse: [batch, heads, rows].
-        context: of the ranks.
-        mask: of the whole sequence.
-        layout: which positions the ranks hold.
-        scale: of the scores.
-        threshold: see above.
     """
     positions = layout.positions(context.rank).to(q.device)
     lse = _without_padding(lse, mask, positions)

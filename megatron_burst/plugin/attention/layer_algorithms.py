@@ -51,10 +51,7 @@ def _beside_megatrons(args: argparse.Namespace, config: BurstConfig, own_spec: b
     ours = f"name {config.algorithm}"
     cases = (
         (lacks_te, f"need TransformerEngine, which is not installed: {ours}"),
-        (
-            not config.is_zigzag,
-            f"know no --burst-layout {config.layout}: drop it",
-        ),
+        (not config.is_zigzag, f"know no --burst-layout {config.layout}: drop it"),
         (config.block_mask, "know no --burst-block-mask: drop it"),
         (
             args.dataloader_inter_document_masking,

@@ -20,7 +20,7 @@ class Layouts:
     The log says what --burst-layout balanced makes of documents, and under zigzag what it would.
 
     Args:
-        context: of the group.
+        context: theirs.
         window: how many keys before it a query sees in all layers; None is no limit, or several.
         queries_a_key: query heads for each kv head.
     """

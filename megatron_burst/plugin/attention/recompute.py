@@ -127,7 +127,7 @@ class RecomputeHooks:
         self._checkpoints = checkpoints
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Attach to the layers of all pipeline stages among `models` and return them."""
+        """Attach to the pipeline stages of a model and return them."""
         for model in models:
             before_calls(model, self._checkpoints.begin_forward)
             if (mtp := getattr(model, "mtp", None)) is not None:  # whose layers keep nothing

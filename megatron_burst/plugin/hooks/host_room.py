@@ -48,15 +48,9 @@ class HostRoom:
         self._stages: list[Any] = []
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Count what the parts of the model on this rank put there, and return them.
-
-        Virtual stages may come one by one; those that were here before are counted, too.
-
-        Raises:
-            ValueError: with the numbers and what to change, or for a model without such layers.
-        """
+        """Count what the pipeline stages of a model put there, and return them."""
         need_language_models("--recompute-offload", models)
-        if not getattr(models[0], "vp_stage", None):
+        if not getattr(models[0], "vp_stage", None):  # virtual stages may come one by one
             self._stages.clear()
         self._stages += models
         hosted = sum(optimizer_bytes(model, self._hosted) for model in self._stages) / _GIB

@@ -26,17 +26,11 @@ class ChunkedMlps:
         self._config = config
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Attach to the MLPs of all pipeline stages among `models` and return them.
-
-        Raises:
-            ValueError: another model than a GPTModel or HybridModel, or settings of one that cannot
-                be honoured.
-        """
+        """Attach to the pipeline stages of a model and return them."""
         need_language_models("--mlp-chunks", models)
         for model in models:
-            refuse_all(
-                "--mlp-chunks cannot run this", broken_limits(MLP_LIMITS, model.config, MLP_WORKING)
-            )
+            reasons = broken_limits(MLP_LIMITS, model.config, MLP_WORKING)
+            refuse_all("--mlp-chunks cannot run this", reasons)
             replayed = _replayed_last(model)
             mlps = [ChunkedMlp(*each, self._config.chunks) for each in _mlps(model, replayed)]
             for layer in replayed:

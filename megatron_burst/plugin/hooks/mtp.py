@@ -34,7 +34,7 @@ class MtpLosses:
     """
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Attach to the pipeline stages among `models` that make MTP's losses; return all."""
+        """Attach to those stages of a model that make losses of MTP; return all."""
         for model in models:
             if not (model.post_process and model.config.mtp_num_layers):
                 continue

@@ -39,7 +39,7 @@ class OffloadInputs:
         self._is_paused = False
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Attach to the layers of all pipeline stages among `models` and return them."""
+        """Attach to the pipeline stages of a model and return them."""
         for model in models:
             model.register_forward_pre_hook(self._begin_forward)
             for part in (model.decoder, getattr(model, "mtp", None)):

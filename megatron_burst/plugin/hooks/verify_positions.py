@@ -41,7 +41,7 @@ class PositionHooks:
         self._ids_begin_anew = ids_begin_anew
 
     def __call__(self, models: list[Any]) -> list[Any]:
-        """Attach to all pipeline stages among `models` and return them."""
+        """Attach to the pipeline stages of a model and return them."""
         for model in models:
             if not isinstance(model, LanguageModel):
                 continue

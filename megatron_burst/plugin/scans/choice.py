@@ -17,11 +17,6 @@ def states_are_passed(args: Any, config: BurstConfig, *, documents: bool) -> boo
 
     They must with documents and in any layout but zigzag; under auto they do where a rank sends
     fewer bytes by it, in all its layers and with the rows that move before and behind them.
-
-    Args:
-        args: Megatron's, parsed.
-        config: the settings of attention.
-        documents: whether micro-batches have any.
     """
     if documents or not config.is_zigzag:
         return True

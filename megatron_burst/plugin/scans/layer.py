@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_burst.plugin.attention.documents import PackedDocuments, ranks_of
@@ -33,8 +34,8 @@ class OverRanks:
     def __init__(self, *given: Any, shared: SharedState, pg_collection: Any, **named: Any) -> None:
         self_reliant = copy.copy(pg_collection)
         passes = shared.passes_states and pg_collection.cp.size() > 1
-        if passes:
-            self_reliant.cp = _OneRank()
+        if passes:  # all heads are here
+            self_reliant.cp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         super().__init__(*given, pg_collection=self_reliant, **named)  # type: ignore[call-arg]
         self.pg_collection, self.shared, self._passes = pg_collection, shared, passes
 
@@ -72,10 +73,7 @@ class OverRanks:
     def log_bytes(self, kernel: str | None, tokens: int, number_bytes: int) -> None:
         """Say once a model what runs and what it sends, by which the other way can be judged.
 
-        Args:
-            kernel: what scans the shards; None: heads are exchanged.
-            tokens: of a rank.
-            number_bytes: of a number of an activation.
+        `kernel` is what scans the shards; None: heads are exchanged.
         """
         ranks, name = self.pg_collection.cp.size(), type(self).__bases__[-1].__name__
         context = self.shared.contexts.of(self.config, self.pg_collection)
@@ -114,13 +112,3 @@ def layer_apart(stacks: Iterable[tuple[Any, Sequence[str]]], *, rows_move: bool)
                     "GatedDeltaNet in G alone: take --burst-layout zigzag without documents"
                 )
     return ""
-
-
-class _OneRank:
-    """A context-parallel group as Megatron's constructors ask for it: all heads are here."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0

@@ -150,7 +150,6 @@ def causal_convolution(
         x: [B, T, channels], of this rank.
         weight: [channels, width].
         bias: [channels], or None.
-        shard: where documents begin.
         group: the ranks, whose rows are contiguous; a collective call. None: this rank alone.
     """
     channels, width = weight.shape
