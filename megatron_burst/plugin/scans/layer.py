@@ -1,10 +1,13 @@
 """What Megatron's layers with a state share where their ranks pass states on contiguous shards."""
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 from megatron_burst.plugin.attention.documents import PackedDocuments, ranks_of
 from megatron_burst.plugin.attention.shared_state import SharedState
@@ -39,10 +42,23 @@ class OverRanks:
         super().__init__(*given, pg_collection=self_reliant, **named)  # type: ignore[call-arg]
         self.pg_collection, self.shared, self._passes = pg_collection, shared, passes
 
-    @property
-    def spread(self) -> int:
-        """Over how many ranks the rows that the layer is given are spread: sequence parallelism."""
-        return self.tp_group.size() if self.config.sequence_parallel else 1
+    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+        """Return the output [T, B, hidden] and its bias, as Megatron's does, of its arguments."""
+        theirs: Any = super().forward  # type: ignore[misc]
+        call = inspect.signature(theirs).bind(hidden_states, *given, **named).arguments
+        inference = call.get("inference_context") or call.get("inference_params")
+        # Under sequence parallelism the rows are spread over more ranks.
+        spread = self.tp_group.size() if self.config.sequence_parallel else 1
+        tokens = len(hidden_states) * spread
+        shard = self.shard(tokens, call.get("packed_seq_params"), inference)
+        if shard is None:
+            self.log_bytes(None, tokens, hidden_states.element_size())
+            return theirs(hidden_states, *given, **named)
+        return self.over_ranks(hidden_states, shard)
+
+    def over_ranks(self, hidden_states: Tensor, shard: Shard) -> tuple[Tensor, Tensor | None]:
+        """Return the same of a rank's contiguous shard, with the states of the ranks before it."""
+        raise NotImplementedError
 
     def shard(self, tokens: int, packed: Any, inference: Any) -> Shard | None:
         """Return where documents begin in a rank's rows; None where Megatron's forward is right.

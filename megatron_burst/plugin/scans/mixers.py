@@ -42,22 +42,8 @@ class MambaOverRanks(OverRanks, MambaMixer):
 
     symbol = "M"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        inference_context: Any = None,
-        *,
-        inference_params: Any = None,
-        packed_seq_params: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [T, B, hidden] and its bias, as Megatron's does."""
-        inference = inference_context or inference_params
-        tokens = len(hidden_states) * self.spread
-        shard = self.shard(tokens, packed_seq_params, inference)
-        if shard is None:
-            self.log_bytes(None, tokens, hidden_states.element_size())
-            given = {"packed_seq_params": packed_seq_params}
-            return super().forward(hidden_states, inference, **given)
+    def over_ranks(self, hidden_states: Tensor, shard: Shard) -> tuple[Tensor, Tensor | None]:
+        """Return the output and its bias."""
         mixed = self.in_proj(hidden_states)[0].transpose(0, 1)  # [B, T, z x B C dt]
         inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         z, convolved, dt = mixed.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
@@ -90,25 +76,8 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
 
     symbol = "G"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: int | None = None,
-        *,
-        inference_params: Any = None,
-        **unused: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [T, B, hidden] and its bias, as Megatron's does."""
-        inference = inference_context or inference_params
-        tokens = len(hidden_states) * self.spread
-        shard = self.shard(tokens, packed_seq_params, inference)
-        if shard is None:
-            self.log_bytes(None, tokens, hidden_states.element_size())
-            megatrons = hidden_states, attention_mask, inference, packed_seq_params
-            return super().forward(*megatrons, sequence_len_offset, **unused)
+    def over_ranks(self, hidden_states: Tensor, shard: Shard) -> tuple[Tensor, Tensor | None]:
+        """Return the output and its bias."""
         mixed = self.in_proj(hidden_states)[0].transpose(0, 1)  # [B, T, q k v gate beta alpha]
         convolved, gate, beta, alpha = self._parts(mixed)
         weight, group = self.conv1d.weight.squeeze(1), self.pg_collection.cp
@@ -116,7 +85,7 @@ class DeltaNetOverRanks(OverRanks, GatedDeltaNet):
         convolved = self.act_fn(convolved)
         given = self._prepare(convolved, beta, alpha)
         in_torch = self.config.deterministic_mode or not mixed.is_cuda
-        self.log_bytes(_TORCH if in_torch else "fla", tokens, mixed.element_size())
+        self.log_bytes(_TORCH if in_torch else "fla", mixed.shape[1], mixed.element_size())
         rule = plain_delta_rule if in_torch else fla_rule(chunk_gated_delta_rule)
         read = with_state_before(scan_by_delta_rule(rule, given, shard), group)
         return self._project(read.to(mixed.dtype), gate)
