@@ -98,27 +98,24 @@ def test_a_document_sees_itself_alone(bounds: tuple[int, ...], window: int | Non
     check(module, visible, packed_seq_params=documents(*bounds))
 
 
-def masked_pool(tmp_path: Path, table: Tensor = TABLE) -> SharedState:
+def masked_pool(tmp_path: Path) -> SharedState:
     file = tmp_path / "blocks.npy"
-    numpy.save(file, table.numpy())
+    numpy.save(file, TABLE.numpy())
     return SharedState(BurstConfig(block_mask=str(file)))
 
 
 def test_a_block_mask_with_a_window_and_documents(tmp_path: Path) -> None:
-    module = build()
-    module._shared = masked_pool(tmp_path)
-    check(module, oracle.visible_pairs(TOKENS, True, table=TABLE))
-    module = build(config={"window_size": (9, 0)})
-    module._shared = masked_pool(tmp_path)
+    shared = masked_pool(tmp_path)
+    check(build(shared=shared), oracle.visible_pairs(TOKENS, True, table=TABLE))
+    module = build(shared=shared, config={"window_size": (9, 0)})
     visible = oracle.visible_pairs(TOKENS, True, window=9, documents=(0, 13, 24), table=TABLE)
     check(module, visible, packed_seq_params=documents(0, 13, 24))
 
 
 def test_every_sample_of_a_flattened_micro_batch_has_the_block_mask(tmp_path: Path) -> None:
-    module = build()
-    module._shared = masked_pool(tmp_path)
     one = oracle.visible_pairs(12, True, table=TABLE)
     both = torch.block_diag(one, one).bool()
+    module = build(shared=masked_pool(tmp_path))
     check(module, both, packed_seq_params=documents(0, 12, 24, samples=2))
 
 

@@ -71,15 +71,21 @@ def check_same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
+def check_chunked(run: Run, chunks: int, *, is_read: bool = True, kind: type[Mlp] = Mlp) -> Mlp:
+    """Compare one in chunks with the whole and return it."""
+    expected = gradients(kind(torch.float64), run, torch.float64)
+    chunked = kind(torch.float64)
+    ChunkedMlp(chunked, is_read, chunks)
+    found = gradients(chunked, run, torch.float64)
+    assert len(found) == len(expected) == (5 if kind is Shared else 6)
+    check_same(found, expected)
+    return chunked
+
+
 @pytest.mark.parametrize("chunks", [2, 5, 13, 40])
 @pytest.mark.parametrize("kind", [Mlp, Shared])
 def test_equals_the_whole(kind: type[Mlp], chunks: int) -> None:
-    expected = gradients(kind(torch.float64), add_residual, torch.float64)
-    chunked = kind(torch.float64)
-    ChunkedMlp(chunked, True, chunks)
-    found = gradients(chunked, add_residual, torch.float64)
-    assert len(found) == len(expected) == (5 if kind is Shared else 6)
-    check_same(found, expected)
+    check_chunked(add_residual, chunks, kind=kind)
 
 
 def replayed(mlp: Mlp, x: Tensor) -> Tensor:
@@ -88,11 +94,7 @@ def replayed(mlp: Mlp, x: Tensor) -> Tensor:
 
 def test_a_replay_of_one_layer_computes_no_output() -> None:
     """The output's place is NaN there: whatever read it would be seen."""
-    expected = gradients(Mlp(torch.float64), replayed, torch.float64)
-    chunked = Mlp(torch.float64)
-    ChunkedMlp(chunked, False, 4)
-    found = gradients(chunked, replayed, torch.float64)
-    check_same(found, expected)
+    chunked = check_chunked(replayed, 4, is_read=False)
     assert chunked.calls == 4 + 4, "first pass and backward"
 
 
@@ -101,10 +103,7 @@ def test_a_replay_whose_output_is_read_computes_it() -> None:
         both = [lambda y: add_residual(mlp, y)] * 2
         return checkpoint(lambda y: both[1](both[0](y)), x, use_reentrant=True)
 
-    expected = gradients(Mlp(torch.float64), twice, torch.float64)
-    chunked = Mlp(torch.float64)
-    ChunkedMlp(chunked, True, 4)
-    check_same(gradients(chunked, twice, torch.float64), expected)
+    check_chunked(twice, 4)
 
 
 def test_the_hook_of_a_weight_runs_once() -> None:

@@ -5,40 +5,11 @@ what they make of a state that arrives, for each head a number (Mamba-2) or [dk,
 F and T of all ranks go round once, whatever the length, and backward the gradients of S.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-
-def arriving(finals: Sequence[Tensor], transitions: Sequence[Tensor]) -> Tensor:
-    """Return the states before every rank and behind the last, [P + 1, ..., dk, dv].
-
-    Args:
-        finals: F of each rank, [..., dk, dv].
-        transitions: T of each, [..., dk, dk], or [..., 1, 1] where it is a number.
-    """
-    states = [torch.zeros_like(finals[0])]
-    for final, transition in zip(finals, transitions, strict=True):
-        states.append(final + _times(transition, states[-1]))
-    return torch.stack(states)
-
-
-def departing(gradients: Sequence[Tensor], transitions: Sequence[Tensor]) -> Tensor:
-    """Return the gradients of the same states, by what each rank itself has for the one before it.
-
-    [P + 1, ..., dk, dv]; zero behind the last.
-    """
-    states = [torch.zeros_like(gradients[0])]
-    for gradient, transition in zip(reversed(gradients), reversed(transitions), strict=True):
-        states.append(gradient + _times(transition.mT, states[-1]))
-    return torch.stack(states[::-1])
-
-
-def _times(transition: Tensor, state: Tensor) -> Tensor:
-    return transition * state if transition.shape[-1] == 1 else transition @ state
 
 
 def state_before(final: Tensor, transition: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -65,7 +36,8 @@ class _StateBefore(torch.autograd.Function):
                 strict=True,
             )
         )
-        state = arriving([*finals], [*transitions])[group.rank()]
+        before = slice(group.rank())
+        state = _passed_on(torch.zeros_like(final), finals[before], transitions[before])
         ctx.group = group
         ctx.save_for_backward(state, transitions)
         return state
@@ -73,11 +45,21 @@ class _StateBefore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         state, transitions = ctx.saved_tensors
-        gradients = _gather(gradient, ctx.group)
-        behind = departing([*gradients], [*transitions])[ctx.group.rank() + 1]
+        later = slice(ctx.group.rank() + 1, None)
+        gradients = _gather(gradient, ctx.group)[later].flip(0)
+        zero = torch.zeros_like(gradient)
+        behind = _passed_on(zero, gradients, transitions.mT[later].flip(0))
         if transitions.shape[-1] == 1:
             return behind, (behind * state).sum((-2, -1), keepdim=True), None
         return behind, behind @ state.mT, None
+
+
+def _passed_on(state: Tensor, added: Tensor, transitions: Tensor) -> Tensor:
+    """Return what ranks [P, ...], one after the other, make of a state: T of each, and added."""
+    for own, transition in zip(added, transitions, strict=True):
+        is_number = transition.shape[-1] == 1
+        state = own + (transition * state if is_number else transition @ state)
+    return state
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
