@@ -141,6 +141,12 @@ def test_positions_go_to_the_device_once_a_sequence() -> None:
         assert copies.count == 1, number
 
 
+def test_inference_is_refused() -> None:
+    module = RotaryAtPositions(FakeRotary(), Positions(Context(BurstConfig(), 1, 0)))
+    with pytest.raises(ValueError, match="inference is not possible with documents"):
+        module.get_rotary_seq_len(object(), None, torch.zeros(4, 1, 1), None)
+
+
 @pytest.mark.usefixtures("on_the_cpu")
 def test_rotary_embeddings_are_replaced_or_refused() -> None:
     """Those of layers, too: MLA has one in each."""

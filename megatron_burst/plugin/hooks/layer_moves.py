@@ -47,13 +47,7 @@ class LayerMoves:
     ) -> None:
         self._context, self._scans = context, scans
         config, groups = model.config, model.pg_collection
-        what = "rows move between layers of two layouts in the forward of a layer, which"
-        plans = "Megatron's schedule plans do not call: drop --overlap-moe-expert-parallel-comm"
-        graphs = "--cuda-graph-impl transformer_engine passes by: take local, or drop it"
-        refuse(
-            (getattr(config, "overlap_moe_expert_parallel_comm", False), f"{what} {plans}"),
-            (getattr(config, "cuda_graph_impl", None) == "transformer_engine", f"{what} {graphs}"),
-        )
+        refuse(_refusals(config))
         self._spread = config.tensor_model_parallel_size if config.sequence_parallel else 1
         assert context.group is not None
         self._group: dist.ProcessGroup = groups.tp_cp if self._spread > 1 else context.group
@@ -138,6 +132,15 @@ class LayerMoves:
         if side is Side.SCANS:
             return self._scans(tokens, self._context.ranks)
         return layout or self._context.layout(tokens)
+
+
+def _refusals(config: Any) -> Iterator[str]:
+    what = "rows move between layers of two layouts in the forward of a layer, which"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        plans = "Megatron's schedule plans do not call: drop --overlap-moe-expert-parallel-comm"
+        yield f"{what} {plans}"
+    if getattr(config, "cuda_graph_impl", None) == "transformer_engine":
+        yield f"{what} --cuda-graph-impl transformer_engine passes by: take local, or drop it"
 
 
 def stacks_of(model: Any) -> Iterator[tuple[Any, Sequence[str]]]:

@@ -66,8 +66,12 @@ class RotaryAtPositions(torch.nn.Module):
         super().__init__()
         self.rotary, self._positions, self._in_layer = rotary, positions, in_layer
 
-    def get_rotary_seq_len(self, _: Any, *given: Any) -> WholeSequence:
-        """Return what `forward` needs to know, of Megatron's arguments behind its inference's."""
+    def get_rotary_seq_len(self, inference_context: Any, *given: Any) -> WholeSequence:
+        """Return what `forward` needs to know, of Megatron's arguments."""
+        if inference_context is not None:
+            raise ValueError(
+                "inference is not possible with documents or --burst-layout segmented-zigzag"
+            )
         *arguments, packed_seq_params = given
         tokens = self.rotary.get_rotary_seq_len(None, *arguments, None)
         of_documents = (getattr(packed_seq_params, name, None) for name in _OF_DOCUMENTS)

@@ -41,11 +41,11 @@ class OverRanks:
             self_reliant.cp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         super().__init__(*given, pg_collection=self_reliant, **named)  # type: ignore[call-arg]
         self.pg_collection, self.shared, self._passes = pg_collection, shared, passes
+        self._call = inspect.signature(super().forward)  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
         """Return the output [T, B, hidden] and its bias, as Megatron's does, of its arguments."""
-        theirs: Any = super().forward  # type: ignore[misc]
-        call = inspect.signature(theirs).bind(hidden_states, *given, **named).arguments
+        call = self._call.bind(hidden_states, *given, **named).arguments
         inference = call.get("inference_context") or call.get("inference_params")
         # Under sequence parallelism the rows are spread over more ranks.
         spread = self.tp_group.size() if self.config.sequence_parallel else 1
@@ -53,7 +53,7 @@ class OverRanks:
         shard = self.shard(tokens, call.get("packed_seq_params"), inference)
         if shard is None:
             self.log_bytes(None, tokens, hidden_states.element_size())
-            return theirs(hidden_states, *given, **named)
+            return super().forward(hidden_states, *given, **named)  # type: ignore[misc]
         return self.over_ranks(hidden_states, shard)
 
     def over_ranks(self, hidden_states: Tensor, shard: Shard) -> tuple[Tensor, Tensor | None]:
