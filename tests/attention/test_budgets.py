@@ -1,9 +1,9 @@
 """What a rank does beside its attention kernels, as docs/budgets.md says. (few fast, all slow)"""
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import budgets  # noqa: E402
+import pages  # noqa: E402
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ from megatron_burst.tools.one_rank import EmptyKernel
 from tests.counting import Counting, HostRead
 from tests.fake_ring import check_order, count
 from tests.tier import slow_if
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-import budgets  # noqa: E402
-import pages  # noqa: E402
 
 ROWS = pages.read_csv(budgets.PAGE)
 FAST = {"kv of 2 causal", "kv / 2 causal", "mesh causal", "kv window", "query documents"}

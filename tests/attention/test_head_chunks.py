@@ -1,12 +1,11 @@
 """Heads in chunks, one after the other, against the float64 dense oracle. (few fast, all slow)"""
 
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import attention_alone  # noqa: E402
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.choice.head_chunks import choose_head_chunks
@@ -19,9 +18,6 @@ from tests.attention.test_recompute import twice
 from tests.plans.masks import Masking
 from tests.tier import slow_if
 from tests.workers import Team, WorkerPool
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-from rows import attention_alone  # noqa: E402
 
 PLACES = [*product(range(1, 9), (8,)), (4, 2), (8, 2), (8, 4)]
 AUTO = BurstConfig()

@@ -1,10 +1,10 @@
 """A layout for the documents of a batch: equal tokens and work, bytes, the page. (fast tier)"""
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+import balance as page  # noqa: E402
+import pages  # noqa: E402
 import pytest
 import torch
 from hypothesis import given
@@ -18,10 +18,6 @@ from megatron_burst.plans.schedules.tiles import Tiling
 from megatron_burst.plans.visibility.layout import Layout, contiguous, segmented_zigzag, zigzag
 from megatron_burst.plans.visibility.mask import Mask
 from tests.tier import examples
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-import balance as page  # noqa: E402
-import pages  # noqa: E402
 
 type Make = Callable[[int, int], Layout]
 

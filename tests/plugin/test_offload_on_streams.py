@@ -3,8 +3,6 @@
 Of Megatron's GPTModel, on fake tensors of the CPU that stand for those of a card.
 """
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from megatron_burst.transport.host import HostMemory
 from tests.streams import Stream, Streams
 
 pytest.importorskip("megatron.core.models.gpt")
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 from fake_step import Settings, as_on_a_gpu, model_of  # noqa: E402
 

@@ -4,10 +4,8 @@ tests/training compares losses and norms over ranks; here every parameter's grad
 """
 
 import gc
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.one_rank import Silence, context_of
 
 pytest.importorskip("megatron.core.models.gpt")
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 from fake_step import without_a_gpu  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402

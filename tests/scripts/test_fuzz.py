@@ -4,16 +4,11 @@
 """
 
 import datetime
-import sys
-from pathlib import Path
 
 import pytest
+from fuzz import KINDS, Tensors, draw, fuzz, judge  # noqa: E402
 
 from tests.workers import WorkerPool
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-
-from fuzz import KINDS, Tensors, draw, fuzz, judge  # noqa: E402
 
 
 def test_a_few_calls_are_right(workers: WorkerPool) -> None:

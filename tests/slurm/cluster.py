@@ -13,15 +13,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 import shaped_links as links  # noqa: E402
 

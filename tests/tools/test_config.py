@@ -1,10 +1,10 @@
 """Named runs: Megatron accepts their flags, they fit, series are what they say. (fast tier)"""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from rows import rows_of  # noqa: E402
 
 from megatron_burst.tools import flags as flags_
 from megatron_burst.tools.model import model_of
@@ -12,10 +12,6 @@ from megatron_burst.tools.plan import memory, screen, step
 from megatron_burst.tools.plan.configs import Configs, Run
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
 from megatron_burst.tools.plan.workload import Workload
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-from rows import rows_of  # noqa: E402
-
 from tests.tools.conftest import Printed
 
 CONFIGS = Configs.read()

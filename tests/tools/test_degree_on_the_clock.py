@@ -1,14 +1,13 @@
 """What burst takes by default, on the planner's clock: beside every forced setting, and the time
 that it takes to choose. (fast tier; most places slow)"""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import attention_alone  # noqa: E402
 
 from megatron_burst import BurstConfig
 from megatron_burst.plans.choice.degree import choose_degree
@@ -17,9 +16,6 @@ from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.timing import attention_passes
 from megatron_burst.tools.plan.workload import Workload
 from tests.tier import slow_if, some
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-from rows import attention_alone  # noqa: E402
 
 CONFIGS = Configs.read()
 H100, A100 = (CONFIGS.cluster(name) for name in ("h100", "a100"))

@@ -1,7 +1,6 @@
 """The figure of the plans: it shows all of the mask and nothing twice, and every message. (fast)"""
 
 import re
-import sys
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from megatron_burst.plans.visibility.layout import zigzag
 from megatron_burst.plans.visibility.mask import Mask
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "docs"))
 
 
 @pytest.fixture(scope="module")

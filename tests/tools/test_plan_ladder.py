@@ -2,12 +2,13 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import million
 import pytest
+from pages import filled
 
 from megatron_burst.tools.flags import arguments
 from megatron_burst.tools.plan import ladder, memory, savings, step
@@ -17,9 +18,6 @@ from tests.tier import slow_if
 from tests.tools.conftest import Printed
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "scripts" / "docs"), str(ROOT / "scripts" / "bench")]
-import million  # noqa: E402
-from pages import filled  # noqa: E402
 
 CONFIGS = Configs.read()
 H100 = CONFIGS.cluster("h100")

@@ -1,19 +1,17 @@
 """The planner's predictions beside what was measured, and the page that says so. (fast tier)"""
 
 import csv
-import sys
 from functools import cache
 from pathlib import Path
 
+import planner
 import pytest
+import rows as published
+import validation
 
 from megatron_burst.tools.plan.configs import Configs
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "docs"))
-import planner  # noqa: E402
-import rows as published  # noqa: E402
-import validation  # noqa: E402
 
 CONFIGS = Configs.read()
 PAGE = ROOT / "docs" / "planner.md"

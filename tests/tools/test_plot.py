@@ -1,11 +1,8 @@
 """Equal pictures are equal files. (fast tier)"""
 
-import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 from plot import save  # noqa: E402
 
 

@@ -1,12 +1,9 @@
 """Which schedule wins where: the page, what it says of `auto`, and the clock. (fast tier)"""
 
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 import pages  # noqa: E402
+import pytest
 import schedules  # noqa: E402
 
 ROWS = pages.read_csv(schedules.PAGE)

@@ -1,20 +1,16 @@
 """The page of what runs with what: all that it has to say. (fast tier)"""
 
-import sys
 from collections.abc import Mapping
 from itertools import chain, product, starmap
-from pathlib import Path
 
 import pytest
+import support_table  # noqa: E402
+import tables  # noqa: E402
 
 from megatron_burst.kernels import KERNELS
 from megatron_burst.plugin.limits import LIMITS, LM_HEAD_LIMITS, flag_of
 from megatron_burst.plugin.refusals import pattern_refusals
 from tests.plans.simulator import simulate
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-import support_table  # noqa: E402
-import tables  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,15 @@
 """The pages that are read from the code are up to date. (fast tier)"""
 
-import sys
 from pathlib import Path
 
+import pages
 import pytest
+import tables
 
 from megatron_burst.config import size_or_auto
 from megatron_burst.plugin.flags import all_flags
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "docs"))
-import pages  # noqa: E402
-import tables  # noqa: E402
 
 
 @pytest.mark.parametrize("name", tables.PAGES)

@@ -3,11 +3,9 @@
 P ranks are M nodes of L; KV, Q, dKV, dQ are the bytes of a rank's blocks and of their gradients.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from rows import attention_alone  # noqa: E402
 
 from megatron_burst import BurstConfig, BurstContext, Mask
 from megatron_burst.attention.preparing import prepare
@@ -17,9 +15,6 @@ from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.workload import Workload
 from megatron_burst.transport.comm import Communicator
 from tests.plans.simulator import bytes_sent
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-from rows import attention_alone  # noqa: E402
 
 CHAIN, HOME = True, False
 GRIDS = [(1, 2), (1, 8), (2, 1), (8, 1), (2, 2), (2, 4), (3, 2), (2, 8), (4, 3), (3, 5)]
