@@ -27,6 +27,7 @@ class Part:
     experts: int = 1  # of a layer
     chosen: int = 1  # of them, for each token
     of_experts: int = 0  # of the parameters, those that expert parallelism shares out
+    on_all_ranks: int = 0  # of them, those that tensor parallelism does not
     activated: int = 0  # of what is saved, what the activations of experts make
     at_work: float = 7 / 3  # numbers that live in its backward, over those that it saves within
 
@@ -34,6 +35,11 @@ class Part:
     def forward_flops(self) -> int:
         """Of a token in one layer."""
         return 2 * self.active + self.other_flops
+
+    def of_rank(self, tensor: int) -> int:
+        """Return the parameters of a layer on one of so many tensor-parallel ranks, no experts."""
+        spread = self.parameters - self.of_experts - self.on_all_ranks
+        return spread // tensor + self.on_all_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +87,28 @@ class Model:
         return self.hidden * self.vocabulary
 
     @property
+    def ends(self) -> int:
+        """Parameters of embedding and LM head."""
+        return self.head_parameters * (1 if self.tied else 2)
+
+    @property
     def parameters(self) -> int:
         """Of all matrices."""
-        embeddings = self.head_parameters * (1 if self.tied else 2)
         layers = sum(part.count * part.parameters for part in self.parts.values())
-        return layers + embeddings + self.positions
+        return layers + self.ends + self.positions
+
+    def of_rank(self, tensor: int) -> int:
+        """Return those of all layers on one of so many tensor-parallel ranks, no experts."""
+        return sum(part.count * part.of_rank(tensor) for part in self.parts.values())
 
     def _attention(self) -> Part:
         queries, values = self.heads * self.head_dim, self.heads * self.value_head_dim
+        down = 0
         if self.latents:
             query, kv, rope = self.latents.query, self.latents.kv, self.latents.rope
             made = query * (self.hidden + queries) if query else self.hidden * queries
             expanded = self.heads * (self.head_dim - rope) + values
+            down = self.hidden * (query + kv + rope)  # to latents, which all ranks have
             made += self.hidden * (kv + rope) + kv * expanded
             saved = query + kv + 2 * queries + 2 * expanded
         else:
@@ -101,7 +117,8 @@ class Model:
             saved = 2 * queries + self.kv_heads * (2 * self.head_dim + self.value_head_dim)
         parameters = made + values * self.hidden
         # Its norm and sum, q and k before and after rotary, v, the output.
-        return Part(self.layers, parameters, parameters, 3 * self.hidden + saved + values)
+        saved += 3 * self.hidden + values
+        return Part(self.layers, parameters, parameters, saved, on_all_ranks=down)
 
 
 def model_of(given: Flags) -> Model:
@@ -215,6 +232,7 @@ def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int, at_w
         experts=experts,
         chosen=chosen,
         of_experts=of_experts,
+        on_all_ranks=router,
         activated=chosen * ffn,
         at_work=at_work,
     )

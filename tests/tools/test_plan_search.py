@@ -493,6 +493,15 @@ def test_layers_with_a_state_send_the_fewer_bytes_of_their_two_ways() -> None:
     assert step.layers_seconds(zigzag) - step.layers_seconds(long) == pytest.approx(saved)
 
 
+def test_what_tensor_parallelism_does_not_share_out_is_on_every_rank() -> None:
+    """DeepSeek-V3's projections down to latents, its layers and MTP's, and 59 routers."""
+    everywhere = 62 * 7168 * (1536 + 512 + 64) + 59 * 7168 * 256
+    load = load_of("deepseek_v3", 8, tensor_model_parallel_size=8, sequence_parallel=True)
+    spread = load.model.parameters - everywhere
+    assert states(load, 0).weights == pytest.approx(2 * (everywhere + spread / 8), rel=1e-9)
+    assert step._updated(load) == pytest.approx(everywhere + spread / 8, rel=1e-9)
+
+
 def test_all_nics_of_a_node_carry_its_ring_of_gradients() -> None:
     """Of 8 GPUs on 4 NICs of 22 GB/s 88 GB/s leave a node, of 8 on 8 of 45 what NVLink has."""
     machine = CONFIGS.cluster("a800")

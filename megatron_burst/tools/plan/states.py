@@ -48,7 +48,7 @@ def gathered(load: Workload) -> int:
         return 0
     model, experts = load.model, load.expert * load.expert_tensor
     sizes = {
-        name: (part.parameters - part.of_experts) // load.tensor + part.of_experts // experts
+        name: part.of_rank(load.tensor) + part.of_experts // experts
         for name, part in model.parts.items()
     }
     every = sum(model.parts[name].count * size for name, size in sizes.items())
@@ -56,7 +56,7 @@ def gathered(load: Workload) -> int:
     ahead = max(_AHEAD, layer)
     weights = min(every, layer + ceil(ahead / layer) * layer)
     gradients = min(every, (2 * ahead // layer + 2) * layer)
-    ends = model.head_parameters * (1 if model.tied else 2) // load.tensor + model.positions
+    ends = model.ends // load.tensor + model.positions
     return load.element_bytes * (ends + weights + gradients)
 
 
@@ -64,9 +64,9 @@ def _own(load: Workload, stage: int) -> tuple[int, int]:
     """The parameters that a rank of a stage has, and beside them those of experts."""
     model, head = load.model, load.model.head_parameters
     experts = model.expert_parameters // (load.pipeline * load.expert * load.expert_tensor)
-    layers = sum(p.count * (p.parameters - p.of_experts) for p in model.parts.values())
-    ends = head * (2 if load.pipeline == 1 and not model.tied else 1)
+    ends = model.ends if load.pipeline == 1 else head
     if 0 < stage < load.pipeline - 1:
         ends = 0
     positions = 0 if stage else model.positions
-    return (layers // load.pipeline + ends) // load.tensor + positions, experts
+    layers = model.of_rank(load.tensor) // load.pipeline
+    return layers + ends // load.tensor + positions, experts

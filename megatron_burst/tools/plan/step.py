@@ -241,9 +241,9 @@ def _ring_rate(load: Workload, ranks: int, apart: int) -> float:
 
 def _own(load: Workload) -> tuple[float, float]:
     """The parameters of a rank, and beside them those of experts, as if stages had as many."""
-    experts, positions = load.model.expert_parameters, load.model.positions
-    dense = (load.model.parameters - experts - positions) / load.tensor / load.pipeline
-    return dense + positions, experts / (load.expert * load.expert_tensor) / load.pipeline
+    model, tensor = load.model, load.tensor
+    dense = (model.of_rank(tensor) + model.ends / tensor) / load.pipeline + model.positions
+    return dense, model.expert_parameters / (load.expert * load.expert_tensor) / load.pipeline
 
 
 def _updated(load: Workload) -> float:
