@@ -493,6 +493,18 @@ def test_layers_with_a_state_send_the_fewer_bytes_of_their_two_ways() -> None:
     assert step.layers_seconds(zigzag) - step.layers_seconds(long) == pytest.approx(saved)
 
 
+def test_messages_of_gradients_and_weights_are_hidden_where_megatron_is_told_to() -> None:
+    """All of 7/8 of the parameters otherwise, 2 bytes of a gradient and 2 of a weight."""
+    flags = {"overlap-grad-reduce": False, "overlap-param-gather": False}
+    given = FLAGS | CONFIGS.model("llama3_8b") | {"context-parallel-size": 8}
+    machine = replace(H100, memory_rate=math.inf)
+    loads = [workload_of(given | off, machine, 8) for off in ({}, flags)]
+    loads.append(workload_of(given | flags | {"use-megatron-fsdp": True}, machine, 8))
+    seconds = [step.weights_seconds(load, 100.0) for load in loads]
+    moved = loads[0].model.parameters * 7 / 8 * (2 + 2)
+    assert seconds == [0, pytest.approx(moved / H100.within_rate), 0]
+
+
 def test_what_tensor_parallelism_does_not_share_out_is_on_every_rank() -> None:
     """DeepSeek-V3's projections down to latents, its layers and MTP's, and 59 routers."""
     everywhere = 62 * 7168 * (1536 + 512 + 64) + 59 * 7168 * 256

@@ -102,6 +102,8 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         zero3=fsdp,
         sharded=fsdp or bool(given.get("use-distributed-optimizer")),
         gradient_bytes=gradient_bytes,
+        hides_gradients=fsdp or bool(given.get("overlap-grad-reduce")),
+        hides_weights=fsdp or bool(given.get("overlap-param-gather")),
         offload=_offloaded(given),
         sequence_parallel=bool(given.get("sequence-parallel")),
         fp8=bool(given.get("fp8-format")),

@@ -48,7 +48,6 @@ def predict(load: Workload) -> Prediction:
 def bounds(load: Workload, time: Prediction) -> dict[str, float]:
     """Return what a step waits for, as shares of its time that add up to 1."""
     free = replace(load, cluster=replace(load.cluster, within_rate=math.inf, nic_rate=math.inf))
-    updates = weights_seconds(load, math.inf)
     computing = computing_seconds(free, time.attention.kernels + time.attention.sums)
     idle = (load.pipeline - 1) / load.virtual / load.micro_batches
     bubble = (computing - load.micro_batches * head_seconds(load)) * idle / (1 + idle)
@@ -56,7 +55,7 @@ def bounds(load: Workload, time: Prediction) -> dict[str, float]:
     launched = computing_seconds(load, attention.device, attention.host)
     host = time.copies.exposed + launched - computing_seconds(load, attention.device)
     seconds = {"computing": computing - bubble, "pipeline bubble": bubble}
-    seconds |= {"host": host, "optimizer": updates}
+    seconds |= {"host": host, "optimizer": _update_seconds(load)}
     seconds["messages"] = time.seconds - sum(seconds.values())
     return {name: value / time.seconds for name, value in seconds.items()}
 
@@ -210,24 +209,30 @@ def weights_seconds(load: Workload, hidden_behind: float) -> float:
     Those of experts go around the ranks that have the same experts.
     """
     dense, experts = _own(load)
-    moved = _around(load, dense, load.shards, load.tensor)
-    moved += _around(load, experts, load.expert_shards, load.expert * load.expert_tensor)
+    a_byte = _around(load, dense, load.shards, load.tensor)
+    a_byte += _around(load, experts, load.expert_shards, load.expert * load.expert_tensor)
+    # Gradients are scattered and weights gathered, or gradients scattered and gathered.
+    gathers = (3 if load.recompute else 2) if load.zero3 else 1
+    weights = a_byte * gathers * load.element_bytes * load.sharded
+    gradients = a_byte * load.gradient_bytes * (1 if load.sharded else 2)
+    hidden = gradients * load.hides_gradients + weights * load.hides_weights
+    exposed = gradients + weights - min(hidden, hidden_behind)
+    return exposed + _update_seconds(load)
+
+
+def _update_seconds(load: Workload) -> float:
     updated = (1 - load.offload) * _updated(load)
-    return max(0.0, moved - hidden_behind) + _UPDATE_BYTES * updated / load.cluster.memory_rate
+    return _UPDATE_BYTES * updated / load.cluster.memory_rate
 
 
 def _around(load: Workload, parameters: float, ranks: int, apart: int) -> float:
-    """Seconds in which gradients and weights go around so many ranks, each `apart` from the next.
+    """Seconds in which a byte of each goes around so many ranks, each `apart` from the next.
 
-    Gradients are scattered and weights gathered, or gradients scattered and gathered; once a step,
-    or for every micro-batch where a rank keeps no weights but its own.
+    Once a step, or for every micro-batch where a rank keeps no weights but its own.
     """
     if ranks == 1:
         return 0.0
-    gathers = (3 if load.recompute else 2) if load.zero3 else 1
-    returning = gathers * load.element_bytes if load.sharded else load.gradient_bytes
-    moved = parameters * (load.gradient_bytes + returning) * (ranks - 1) / ranks
-    moved *= load.micro_batches if load.zero3 else 1
+    moved = parameters * (ranks - 1) / ranks * (load.micro_batches if load.zero3 else 1)
     return moved / _ring_rate(load, ranks, apart)
 
 

@@ -76,6 +76,8 @@ class Workload:
     zero3: bool = False  # parameters and gradients are sharded over all ranks
     sharded: bool = True  # the optimizer's states are, by the distributed optimizer
     gradient_bytes: int = 4  # of an element of the gradients that are summed
+    hides_gradients: bool = True  # their messages, behind computing
+    hides_weights: bool = True  # and those of weights
     offload: float = 0.0  # the share of the optimizer that is in the host's memory
     recompute_offload: bool = False  # what recompute saves is: layers' inputs, attention's results
     mlp_chunks: int = 1  # pieces of the tokens that the MLP computes one after the other
