@@ -505,6 +505,16 @@ def test_messages_of_gradients_and_weights_are_hidden_where_megatron_is_told_to(
     assert seconds == [0, pytest.approx(moved / H100.within_rate), 0]
 
 
+def test_more_micro_batches_in_a_group_are_in_flight() -> None:
+    """Of a first stage of 4, interleaved in 2 parts: (1 x 8 + 2 x 4 - 1) / 2."""
+    flags = {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2}
+    group = {"microbatch_group_size_per_virtual_pipeline_stage": 8}
+    loads = [load_of("llama3_8b", 8, global_batch_size=64, **flags, **g) for g in ({}, group)]
+    assert [memory._in_flight(load, 0) for load in loads] == [5.5, 7.5]
+    with pytest.raises(ValueError, match="3 micro-batches of a rank do not go in groups of 4"):
+        load_of("llama3_8b", 8, global_batch_size=6, **flags)
+
+
 def test_what_tensor_parallelism_does_not_share_out_is_on_every_rank() -> None:
     """DeepSeek-V3's projections down to latents, its layers and MTP's, and 59 routers."""
     everywhere = 62 * 7168 * (1536 + 512 + 64) + 59 * 7168 * 256

@@ -140,7 +140,8 @@ def _in_flight(load: Workload, stage: int) -> float:
     """How many micro-batches wait for their backward on a stage, under 1F1B or interleaved."""
     waiting = float(load.pipeline - stage)
     if load.virtual > 1:  # as many as a warm-up has, in parts of a stage
-        warm_up = (load.virtual - 1) * load.pipeline + 2 * (load.pipeline - stage) - 1
+        warm_up = (load.virtual - 1) * max(load.group, load.pipeline)
+        warm_up += 2 * (load.pipeline - stage) - 1
         waiting = warm_up / load.virtual
     return min(waiting, load.micro_batches)
 

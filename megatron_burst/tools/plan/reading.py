@@ -82,6 +82,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         hides_experts=bool(given.get("overlap-moe-expert-parallel-comm")),
         pipeline=stages,
         virtual=virtual,
+        group=whole(given, "microbatch-group-size-per-virtual-pipeline-stage"),
         expert=whole(given, "expert-model-parallel-size"),
         expert_tensor=whole(given, "expert-tensor-parallel-size", tensor),
         gathers_tokens=given.get("moe-token-dispatcher-type", "allgather") == "allgather",

@@ -59,6 +59,7 @@ class Workload:
     context: int
     pipeline: int = 1  # stages
     virtual: int = 1  # parts of a stage, interleaved
+    group: int = 1  # micro-batches that a part takes in turn, as many as stages at the least
     expert: int = 1  # ranks that the experts are spread over
     expert_tensor: int = 1  # ranks that share out each expert
     gathers_tokens: bool = False  # experts' dispatcher: all tokens to all their ranks
@@ -117,6 +118,12 @@ class Workload:
                 f"--global-batch-size {self.sequences} does not divide over {self.data} "
                 f"data-parallel ranks of {self.micro} sequences a micro-batch; a multiple of "
                 f"{multiple} does"
+            )
+        group, batches = max(self.group, self.pipeline), self.micro_batches
+        if self.virtual > 1 and (group > batches or 0 < batches % group < self.pipeline):
+            raise ValueError(
+                f"--global-batch-size {self.sequences}: {batches} micro-batches of a rank do not go "
+                f"in groups of {group} through interleaved stages, as multiples of {group} do"
             )
 
     def _check_model(self) -> None:
