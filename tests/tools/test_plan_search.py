@@ -505,6 +505,17 @@ def test_messages_of_gradients_and_weights_are_hidden_where_megatron_is_told_to(
     assert seconds == [0, pytest.approx(moved / H100.within_rate), 0]
 
 
+def test_a_stage_has_the_experts_of_its_own_layers() -> None:
+    """Of 45 layers of experts behind 3 dense ones the last of four stages has 12."""
+    flags = {"moe_layer_freq": "[0]*3+[1]*45", "pipeline_model_parallel_size": 4}
+    load = load_of("qwen3_30b_a3b", 32, global_batch_size=64, **flags)
+    alike = load_of("qwen3_30b_a3b", 32, global_batch_size=64, pipeline_model_parallel_size=4)
+    first, last = (states(load, stage).weights for stage in (0, 3))
+    assert last - first == pytest.approx(2 * load.model.expert_parameters * 3 / 45, rel=1e-6)
+    dense = (load.model.of_rank(1) - alike.model.of_rank(1)) / 4
+    assert last == pytest.approx(states(alike, 3).weights + 2 * dense, rel=1e-6)
+
+
 def test_more_micro_batches_in_a_group_are_in_flight() -> None:
     """Of a first stage of 4, interleaved in 2 parts: (1 x 8 + 2 x 4 - 1) / 2."""
     flags = {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2}

@@ -3,6 +3,7 @@
 from math import ceil
 from typing import NamedTuple
 
+from megatron_burst.tools.flags import cut
 from megatron_burst.tools.plan.workload import Workload
 
 _MOMENT_BYTES = 8  # of a parameter: two in float32; beside weights of 16 bits also a float32 copy
@@ -63,10 +64,17 @@ def gathered(load: Workload) -> int:
 def _own(load: Workload, stage: int) -> tuple[int, int]:
     """The parameters that a rank of a stage has, and beside them those of experts."""
     model, head = load.model, load.model.head_parameters
-    experts = model.expert_parameters // (load.pipeline * load.expert * load.expert_tensor)
+    experts = int(model.expert_parameters * _experts_of(load, stage))
     ends = model.ends if load.pipeline == 1 else head
     if 0 < stage < load.pipeline - 1:
         ends = 0
     positions = 0 if stage else model.positions
     layers = model.of_rank(load.tensor) // load.pipeline
-    return layers + ends // load.tensor + positions, experts
+    return layers + ends // load.tensor + positions, experts // (load.expert * load.expert_tensor)
+
+
+def _experts_of(load: Workload, stage: int) -> float:
+    """The share of all experts that a stage has: fewer where dense layers come first."""
+    main = load.model.kinds.partition("/")[0]
+    parts = cut(main, load.pipeline * load.virtual)[stage :: load.pipeline]
+    return "".join(parts).count("E") / max(1, main.count("E"))
