@@ -65,6 +65,7 @@ def test_a_machine_without_a_known_gpu_is_this_one() -> None:
 
 def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     words = WHOLE.replace("--vocab-size 128256", "").replace("--recompute-granularity full", "")
+    words = words.replace("--seq-length 131072", "")
     found = read(
         f"{words} --recompute-activations", "--cluster h100 --seq-length 1M --documents 8k"
     )
@@ -90,6 +91,7 @@ def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
         (f"--cluster h100 -- python {SCRIPT} {MODEL}", "say --gpus: no torchrun in the command"),
         ("--cluster h100 -- python train", "there is no training program in: python train"),
         (f"--cluster h100 -- torchrun --nnodes x {SCRIPT}", "torchrun: --nnodes x is no number"),
+        (f"--cluster h100 --seq-length 1M -- {WHOLE}", "1048576 ahead of --, and 131072 behind it"),
     ],
 )
 def test_a_command_that_cannot_be_read_is_refused(

@@ -358,6 +358,8 @@ UNRANKED = """\
     --global-batch-size 3 does not divide over 2 data-parallel
 --run toy -- --micro-batch-size 0
     --micro-batch-size 0 is not a positive
+--run toy --seq-length 4096 -- --seq-length 8192
+    --seq-length is 4096 ahead of --, and 8192 behind it
 --run masks-documents
     the mean length of a document: give plan --documents N
 """

@@ -13,7 +13,7 @@ from megatron_burst.tools.plan import answer, ladder, measure, pasted, screen
 from megatron_burst.tools.plan.advice import nothing_fits
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
-from megatron_burst.tools.plan.own_flags import checked
+from megatron_burst.tools.plan.own_flags import asked, checked
 from megatron_burst.tools.plan.pasted import is_command
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
@@ -81,14 +81,11 @@ def _job(
         flags = configs.flags_of(given.run or _USUAL) | configs.model(given.model)
     own = checked(configs, own)
     flags = adapt_flags(flags, own, gpt=given.gpt) | own
-    if given.seq_length:
-        flags["seq-length"] = given.seq_length
-    elif given.ladder:
+    flags |= asked(given, own)
+    if given.ladder:
         flags.setdefault("seq-length", 2**20)
     positions = "max-position-embeddings", "seq-length"
     flags[positions[0]] = max(whole(flags, name, 0) for name in positions)
-    if given.documents:
-        flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
     cluster = configs.cluster(name)
     if given.search is not None or given.ladder:  # sizes stay if they are given behind the dashes
         kept = {name: flags[name] for name in flags if name not in SEARCHED or name in own}

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from megatron_burst.plugin.flags import ENDED, all_flags
-from megatron_burst.tools.flags import Flags
+from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.plan.configs import Configs
 
 
@@ -35,6 +35,22 @@ def checked(configs: Configs, given: Flags) -> dict[str, Any]:
     if given.get("recompute-granularity") == "selective":  # beside which Megatron refuses these
         flags = {"recompute-method": False, "recompute-num-layers": False, **flags}
     return flags
+
+
+def asked(given: argparse.Namespace, behind: Flags) -> dict[str, Any]:
+    """Return what --seq-length and --documents say ahead of `--`, as flags.
+
+    Raises:
+        ValueError: another length is behind it.
+    """
+    said = dict[str, Any]()
+    if tokens := given.seq_length:
+        if (other := whole(behind, "seq-length", tokens)) != tokens:
+            raise ValueError(f"--seq-length is {tokens} ahead of --, and {other} behind it")
+        said["seq-length"] = tokens
+    if given.documents:
+        said |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
+    return said
 
 
 def _usual(configs: Configs) -> set[str]:

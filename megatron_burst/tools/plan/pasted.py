@@ -16,6 +16,7 @@ from megatron_burst.tools.plan import memory
 from megatron_burst.tools.plan.advice import savings_that_fit
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.configs import Configs
+from megatron_burst.tools.plan.own_flags import asked
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import CHUNKED_LOSS
 from megatron_burst.tools.plan.usual import A2A, ALL_GATHER, ALONE, P2P
@@ -73,10 +74,7 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
     flags = parsed([*dropwhile(lambda word: not word.startswith("--"), line.flags)])
     if not (gpus := given.gpus or (line.nodes or 0) * (line.ranks_per_node or 0)):
         raise ValueError("say --gpus: no torchrun in the command has plain numbers of ranks")
-    if given.seq_length:
-        flags["seq-length"] = given.seq_length
-    if given.documents:
-        flags |= {"dataloader-inter-document-masking": True, "documents-mean": given.documents}
+    flags |= asked(given, flags)
     assumed = complete(flags, gpus)
     keeps = given.documents or given.search is not None or given.ladder  # in what these print
     if not keeps:
