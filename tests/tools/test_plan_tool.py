@@ -360,6 +360,8 @@ UNRANKED = """\
     --micro-batch-size 0 is not a positive
 --run toy --seq-length 4096 -- --seq-length 8192
     --seq-length is 4096 ahead of --, and 8192 behind it
+--model llama3_8b --cluster h100 --gpus 12 -- --seq-length 8192 --context-parallel-size 4
+    12 GPUs are not hosts of 8 each
 --run masks-documents
     the mean length of a document: give plan --documents N
 """

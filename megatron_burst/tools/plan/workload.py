@@ -95,6 +95,8 @@ class Workload:
         if self.pipeline > 1:
             sizes += f" x --pipeline-model-parallel-size {self.pipeline}"
         ranks, node = self.context * self.tensor, min(self.cluster.gpus_per_node, self.gpus)
+        if self.gpus % self.ranks_per_host:
+            raise ValueError(f"{self.gpus} GPUs are not hosts of {self.ranks_per_host} each")
         if self.gpus % (ranks * self.pipeline):
             raise ValueError(f"{self.gpus} GPUs do not divide over {sizes}; {_of(self.gpus)}")
         if node % self.tensor or (ranks % node and node % ranks):
