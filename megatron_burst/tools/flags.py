@@ -17,6 +17,7 @@ _DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-
 _FSDP = {"use-megatron-fsdp", "use-torch-fsdp2"}
 # Beside these and CUDA graphs Megatron refuses expandable segments, or wants more to be set.
 _FIXED_SEGMENTS = {"use-nccl-ub", "enable-cuda-graph", "external-cuda-graph"}
+_MOST = 2**31 - 1  # that any flag counts
 # Flags of one's own before which those of a run give way.
 _REPLACED = {
     "accumulate-allreduce-grads-in-fp32": ("grad-reduce-in-bf16",),
@@ -123,13 +124,15 @@ def whole(given: Flags, name: str, default: int = 1) -> int:
     """Return the number that is given, or the default.
 
     Raises:
-        ValueError: it is no whole number, or 0 where the default is not.
+        ValueError: it is no whole number, too large, or 0 where the default is not.
     """
     value = given.get(name)
     text = str(default if value is None or value is False else value)
     if not text.isdecimal() or (default and not int(text)):
         kind = "positive whole" if default else "whole"
         raise ValueError(f"--{name} {text} is not a {kind} number")
+    if int(text) > _MOST:
+        raise ValueError(f"--{name} {text} is more than {_MOST}")
     return int(text)
 
 

@@ -47,10 +47,12 @@ def positive(text: str) -> int:
     """Return the number that is written there: the `type` of a flag that counts.
 
     Raises:
-        ArgumentTypeError: it is below 1.
+        ArgumentTypeError: it is below 1, or more than 32 bits hold.
     """
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
+    if value >= 2**31:
+        raise argparse.ArgumentTypeError(f"{value} is too large")
     return value
 
 
@@ -64,7 +66,7 @@ def tokens(text: str) -> int:
     digits = text if unit == 1 else text[:-1]
     if not (digits.isascii() and digits.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, as 131072, 128k or 1M")
-    return unit * positive(digits)
+    return positive(str(unit * int(digits)))
 
 
 def in_units(count: int) -> str:

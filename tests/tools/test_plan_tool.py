@@ -362,6 +362,8 @@ UNRANKED = """\
     --seq-length is 4096 ahead of --, and 8192 behind it
 --model llama3_8b --cluster h100 --gpus 12 -- --seq-length 8192 --context-parallel-size 4
     12 GPUs are not hosts of 8 each
+--run toy -- --hidden-size 100000000000000000000
+    --hidden-size 100000000000000000000 is more than 2147483647
 --run masks-documents
     the mean length of a document: give plan --documents N
 """
