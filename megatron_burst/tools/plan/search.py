@@ -31,6 +31,7 @@ from megatron_burst.tools.plan.reading import selective_modules, workload_of
 from megatron_burst.tools.plan.savings import CHUNK_SIZES, FSDP, INPUTS, MLP_CHUNKS, OPTIMIZER
 from megatron_burst.tools.plan.usual import ALONE
 from megatron_burst.tools.plan.workload import Workload
+from megatron_burst.tools.terminal import complain
 
 _CLOCKS = 60_000_000
 """What a search may compute: a plan of P ranks on the clock counts P² and as much as 128 ranks."""
@@ -74,13 +75,17 @@ def search(
     ways = sorted(_ways(given, cluster, gpus, wish), key=lambda way: way.bound)
     candidates: list[Candidate] = []
     least, clocks = None, 0
-    for way in ways:
+    for number, way in enumerate(ways):
         if len(candidates) >= most and 1 / way.bound < candidates[most - 1].time.tokens_per_gpu:
             break
         if not (with_room := [*_with_room(way, given, wish)]):
             continue
         clocks += len(way.load.ring.nodes) ** 2 + 2**14
         if clocks > _CLOCKS and candidates:
+            more = 1 / way.bound / candidates[0].time.tokens_per_gpu - 1
+            text = f"--search is at its limit after {number} of {len(ways)} ways; the rest is at most "
+            text += f"{max(0.0, more):.0%} faster than the first row: with sizes behind -- there are fewer"
+            complain("megatron-burst plan", [text])
             break
         fitting: list[Candidate] = []
         for flags in with_room:
