@@ -14,6 +14,7 @@ from megatron_burst.plans.choice.cost import visible_pairs
 from megatron_burst.tools.flags import Flags, whole
 from megatron_burst.tools.flops import attention_flops
 from megatron_burst.tools.plan import memory, step
+from megatron_burst.tools.plan.advice import nothing_fits
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import (
     Candidate,
@@ -127,6 +128,8 @@ def _in_chunks_that_fit(option: Candidate) -> Candidate:
 
 def _nothing(least: Candidate | None, every: Sequence[Workload]) -> str:
     """Say what is missing where no way fits."""
+    if least and least.lacks == "host":
+        return nothing_fits([least])
     load = least.load if least else min(every, key=memory.least)
     needed = least.memory.total if least else memory.least(load)
     usable = memory.usable(load.cluster)
