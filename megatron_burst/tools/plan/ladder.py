@@ -18,7 +18,7 @@ from megatron_burst.tools.plan.search import sizes
 from megatron_burst.tools.plan.workload import Workload
 
 _STEP = 2**16  # tokens that a longest sequence is a multiple of, or more where ranks are odd
-_MOST = 2**10  # of them
+_MOST = 2**14  # of them
 _COLUMNS: terminal.Columns = {
     "TP": ("tensor", 1, "{}"),
     **{name: (name, 1, "{:.1f}") for name in ("states", "inputs", "layer", "loss", "NCCL", "GPU")},
@@ -95,7 +95,10 @@ def _longest(flags: Flags, cluster: Cluster, gpus: int) -> int:
     def lacks(tokens: int) -> bool:  # as all longer ones do
         return bool(memory.lacks(workload_of(sized(flags, tokens), cluster, gpus)))
 
-    return step * bisect_left(range(step, _MOST * step, step), True, key=lacks)
+    most = step
+    while most < _MOST * step and not lacks(most):
+        most *= 2
+    return step * bisect_left(range(step, most, step), True, key=lacks)
 
 
 def _rounded(tokens: int, gpus: int) -> int:
