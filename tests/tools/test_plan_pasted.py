@@ -54,7 +54,8 @@ def test_what_is_ahead_of_the_flags_is_cut_off(
     assert found.gpus == gpus and found.target == (*target, (9, 0))
     assert found.flags["num-layers"] == "32" and found.flags["vocab-size"] == "128256"
     assert found.flags["global-batch-size"] == max(1, gpus // 8), "a micro-batch a rank"
-    assert not {"nnodes", "nproc-per-node", "nodes"} & found.flags.keys() and not found.assumed
+    assert not {"nnodes", "nproc-per-node", "nodes"} & found.flags.keys()
+    assert bool(found.assumed) == (own == "--gpus 16"), "its torchrun starts 64 ranks"
 
 
 def test_a_machine_without_a_known_gpu_is_this_one() -> None:
@@ -79,6 +80,7 @@ def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     packed = read(f"{WHOLE} --dataloader-inter-document-masking")
     assert "dataloader-inter-document-masking" not in packed.flags
     assert packed.assumed.startswith("a sequence is taken for one document")
+    assert read(f"{WHOLE} --sft").assumed == packed.assumed
     asked = read(f"{WHOLE} --dataloader-inter-document-masking", "--cluster h100 --search")
     assert asked.flags["dataloader-inter-document-masking"] and not asked.assumed
 

@@ -72,10 +72,13 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
     a_node = cluster.gpus_per_host or cluster.gpus_per_node
     line = split(words, a_node, given.gpus and -(-given.gpus // a_node))
     flags = parsed([*dropwhile(lambda word: not word.startswith("--"), line.flags)])
-    if not (gpus := given.gpus or (line.nodes or 0) * (line.ranks_per_node or 0)):
+    started = (line.nodes or 0) * (line.ranks_per_node or 0)
+    if not (gpus := given.gpus or started):
         raise ValueError("say --gpus: no torchrun in the command has plain numbers of ranks")
     flags |= asked(given, flags)
     assumed = complete(flags, gpus)
+    if started not in (0, gpus):
+        assumed.append(f"{gpus} GPUs, as --gpus says: its torchrun starts {started} ranks")
     keeps = given.documents or given.search is not None or given.ladder  # in what these print
     if not keeps:
         assumed += as_one_document(flags)
@@ -96,7 +99,7 @@ def complete(flags: dict[str, Any], gpus: int) -> list[str]:
 
 def as_one_document(flags: dict[str, Any]) -> list[str]:
     """Take a sequence for one document; return what is guessed by that."""
-    if flags.pop("dataloader-inter-document-masking", False):
+    if flags.pop("dataloader-inter-document-masking", False) or flags.get("sft"):
         return ["a sequence is taken for one document: plan --documents N says their mean"]
     return []
 
