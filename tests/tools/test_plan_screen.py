@@ -261,7 +261,7 @@ def test_where_nothing_fits_what_is_set_is_not_advised(
 def test_savings_that_are_set_or_there_by_default_are_not_lacking() -> None:
     def names(**given: Any) -> list[str]:
         flags = {name.replace("_", "-"): value for name, value in given.items()}
-        flags = {"recompute-granularity": "full", **flags}
+        flags = {"recompute-granularity": "full", "use-distributed-optimizer": True, **flags}
         return [next(iter(saving)) for saving in lacking(flags)]
 
     first, *others = names()
@@ -271,4 +271,6 @@ def test_savings_that_are_set_or_there_by_default_are_not_lacking() -> None:
     ]
     on = {"lm_head_loss": "chunked", "recompute_offload": True, "mlp_chunks": "4"}
     assert "recompute-offload" not in names(recompute_granularity="selective")
+    assert names(use_distributed_optimizer=False)[0] == "use-distributed-optimizer"
+    assert names(use_distributed_optimizer=False, use_megatron_fsdp=True)[0] == "lm-head-loss"
     assert names(**on) == ["use-megatron-fsdp", "optimizer-cpu-offload"]

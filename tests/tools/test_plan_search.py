@@ -493,6 +493,15 @@ def test_layers_with_a_state_send_the_fewer_bytes_of_their_two_ways() -> None:
     assert step.layers_seconds(zigzag) - step.layers_seconds(long) == pytest.approx(saved)
 
 
+def test_what_tensor_parallelism_does_not_share_out_is_on_every_rank() -> None:
+    """DeepSeek-V3's projections down to latents, its layers and MTP's, and 59 routers."""
+    everywhere = 62 * 7168 * (1536 + 512 + 64) + 59 * 7168 * 256
+    load = load_of("deepseek_v3", 8, tensor_model_parallel_size=8, sequence_parallel=True)
+    spread = load.model.parameters - everywhere
+    assert states(load, 0).weights == pytest.approx(2 * (everywhere + spread / 8), rel=1e-9)
+    assert step._updated(load) == pytest.approx(everywhere + spread / 8, rel=1e-9)
+
+
 def test_messages_of_gradients_and_weights_are_hidden_where_megatron_is_told_to() -> None:
     """All of 7/8 of the parameters otherwise, 2 bytes of a gradient and 2 of a weight."""
     flags = {"overlap-grad-reduce": False, "overlap-param-gather": False}
@@ -524,15 +533,6 @@ def test_more_micro_batches_in_a_group_are_in_flight() -> None:
     assert [memory._in_flight(load, 0) for load in loads] == [5.5, 7.5]
     with pytest.raises(ValueError, match="3 micro-batches of a rank do not go in groups of 4"):
         load_of("llama3_8b", 8, global_batch_size=6, **flags)
-
-
-def test_what_tensor_parallelism_does_not_share_out_is_on_every_rank() -> None:
-    """DeepSeek-V3's projections down to latents, its layers and MTP's, and 59 routers."""
-    everywhere = 62 * 7168 * (1536 + 512 + 64) + 59 * 7168 * 256
-    load = load_of("deepseek_v3", 8, tensor_model_parallel_size=8, sequence_parallel=True)
-    spread = load.model.parameters - everywhere
-    assert states(load, 0).weights == pytest.approx(2 * (everywhere + spread / 8), rel=1e-9)
-    assert step._updated(load) == pytest.approx(everywhere + spread / 8, rel=1e-9)
 
 
 def test_all_nics_of_a_node_carry_its_ring_of_gradients() -> None:

@@ -358,12 +358,14 @@ UNRANKED = """\
     --global-batch-size 3 does not divide over 2 data-parallel
 --run toy -- --micro-batch-size 0
     --micro-batch-size 0 is not a positive
+--run toy -- --hidden-size 100000000000000000000
+    --hidden-size 100000000000000000000 is more than 2147483647
 --run toy --seq-length 4096 -- --seq-length 8192
     --seq-length is 4096 ahead of --, and 8192 behind it
 --model llama3_8b --cluster h100 --gpus 12 -- --seq-length 8192 --context-parallel-size 4
     12 GPUs are not hosts of 8 each
---run toy -- --hidden-size 100000000000000000000
-    --hidden-size 100000000000000000000 is more than 2147483647
+--run toy -- --optimizer-cpu-offload --no-use-distributed-optimizer
+    Megatron wants --use-distributed-optimizer
 --run masks-documents
     the mean length of a document: give plan --documents N
 """

@@ -1,33 +1,43 @@
 """What to change where nothing fits: only what is not set already."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, combinations
 from typing import Any
 
 from megatron_burst.tools.flags import Flags, arguments
-from megatron_burst.tools.plan import memory
+from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.memory import GIB
 from megatron_burst.tools.plan.ranking import Candidate
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import lacking
+from megatron_burst.tools.plan.usual import as_trained
 from megatron_burst.tools.plan.workload import Workload
 
 
 def savings_that_fit(given: Flags, cluster: Cluster, gpus: int) -> dict[str, Any] | None:
-    """Return the savings with which flags fit, added one after the other; None if none is enough.
+    """Return the savings with which flags fit, none of them needless; None if none is enough.
 
-    Those that do not go with the rest are left out.
+    Those with which a step is fastest. Some do not go with each other, or with the rest.
     """
-    added: dict[str, Any] = {}
-    for saving in lacking(given):
+    every, found = [*lacking(given)], dict[tuple[int, ...], Workload]()
+
+    def together(some: Iterable[int]) -> dict[str, Any]:
+        return {name: value for each in some for name, value in every[each].items()}
+
+    sizes = range(1, len(every) + 1)
+    for some in chain.from_iterable(combinations(range(len(every)), size) for size in sizes):
+        if any({*fewer} < {*some} for fewer in found):
+            continue
         try:
-            saved = workload_of({**given, **added, **saving}, cluster, gpus)
+            load = as_trained(workload_of({**given, **together(some)}, cluster, gpus))
         except ValueError:
             continue
-        added |= saving
-        if not memory.lacks(saved):
-            return added
-    return None
+        if not memory.lacks(load):
+            found[some] = load
+    if not found:
+        return None
+    return together(min(found, key=lambda some: step.predict(found[some]).seconds))
 
 
 def nothing_fits(candidates: Sequence[Candidate]) -> str:

@@ -110,8 +110,13 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         fp8=bool(given.get("fp8-format")),
         element_bytes=element_bytes,
     )
-    if load.shards > 1 and element_bytes == 2 and not load.sharded:
-        raise ValueError("without --use-distributed-optimizer memory cannot be predicted here")
+    if not load.sharded and load.offload:
+        raise ValueError("--optimizer-cpu-offload: Megatron wants --use-distributed-optimizer, too")
+    if load.shards > 1 and not load.sharded and gradient_bytes == 2:
+        raise ValueError(
+            "--grad-reduce-in-bf16 without --use-distributed-optimizer cannot be predicted here: "
+            "its step copies gradients to float32"
+        )
     if load.model.mtp and load.pipeline > 1:
         raise ValueError(
             f"MTP beside --pipeline-model-parallel-size {load.pipeline} cannot be predicted here: "

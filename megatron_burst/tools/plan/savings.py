@@ -11,6 +11,7 @@ MLP_CHUNKS = {"mlp-chunks": "auto"}
 INPUTS = {"recompute-offload": True}
 FSDP = {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}
 OPTIMIZER = {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
+SHARDED = {"use-distributed-optimizer": True}  # Megatron-FSDP has it
 
 LADDER: Mapping[str, Mapping[str, Any]] = {  # each beside those before, but for the last two
     "the loss in chunks": CHUNKED_LOSS,
@@ -56,8 +57,10 @@ def rungs(given: Flags) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def lacking(given: Flags) -> Iterator[Mapping[str, Any]]:
     """Yield the savings that flags do not have, what costs least time first."""
-    for saving in LADDER.values():
+    for saving in (SHARDED, *LADDER.values()):
         switch = next(iter(saving))
+        if saving is SHARDED and given.get("use-megatron-fsdp"):
+            continue
         if saving is INPUTS and given.get("recompute-granularity") != "full":
             continue  # of which it keeps them
         if str(given.get(switch, HEAD_CHUNKS.get(switch))) in _UNSET:

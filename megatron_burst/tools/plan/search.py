@@ -84,8 +84,8 @@ def search(
         clocks += len(way.load.ring.nodes) ** 2 + 2**14
         if clocks > _CLOCKS and candidates:
             more = 1 / way.bound / candidates[0].time.tokens_per_gpu - 1
-            text = f"--search is at its limit after {number} of {len(ways)} ways; the rest is at most "
-            text += f"{max(0.0, more):.0%} faster than the first row: with sizes behind -- there are fewer"
+            text = f"--search ends at its limit, after {number} of {len(ways)} ways: what is left "
+            text += f"is at most {max(0.0, more):.0%} faster; sizes behind -- leave less to try"
             complain("megatron-burst plan", [text])
             break
         fitting: list[Candidate] = []
@@ -169,10 +169,14 @@ def _with_room(way: _Way, given: Flags, wish: Wish) -> Iterator[Flags]:
     """The ways to save memory with which weights, gradients and optimizer fit."""
     load = way.load
     for saving in _savings(given, wish.fractions):
-        if FSDP.keys() <= saving.keys() and (load.pipeline > 1 or load.shards == 1):
-            continue
         flags = {**way.flags, **saving}
-        if memory.least(workload_of(flags, load.cluster, load.gpus)) <= memory.usable(load.cluster):
+        if FSDP.keys() <= saving.keys() and load.shards == 1:
+            continue
+        try:
+            saved = workload_of(flags, load.cluster, load.gpus)
+        except ValueError:  # it does not go with the rest
+            continue
+        if memory.least(saved) <= memory.usable(load.cluster):
             yield flags
 
 

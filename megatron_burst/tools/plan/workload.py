@@ -124,8 +124,8 @@ class Workload:
         group, batches = max(self.group, self.pipeline), self.micro_batches
         if self.virtual > 1 and (group > batches or 0 < batches % group < self.pipeline):
             raise ValueError(
-                f"--global-batch-size {self.sequences}: {batches} micro-batches of a rank do not go "
-                f"in groups of {group} through interleaved stages, as multiples of {group} do"
+                f"--global-batch-size {self.sequences}: {batches} micro-batches of a rank do not go"
+                f" in groups of {group} through parts of stages; multiples of {group} do"
             )
 
     def _check_model(self) -> None:
