@@ -176,6 +176,7 @@ def test_attention_is_kept_where_that_fits_and_is_faster(megatron: None) -> None
     assert unsaid.kept and [each.check for each in unsaid.left] == ["validation"], "another error"
     kept, text = json.loads(found.as_json())["and_attention_kept"], "\n".join(found.lines())
     assert isinstance(found.ours, Candidate) and kept["fits"]
+    assert SCRIPT in kept["command"] and kept["command"].endswith(flag)
     assert found.kept and found.kept.time.seconds < found.ours.time.seconds
     assert f"\nfor attention kept, also add: {flag}\n" in text and "\nand attention kept  b" in text
     long = WHOLE.replace("131072", "524288").replace("128256", "1000")  # they find no room

@@ -41,12 +41,14 @@ class Answer:
             figures = {"error": step} if isinstance(step, str) else screen.figures(step)
             return {**figures, "command": shlex.join(words)}
 
+        kept = _keeping(self.change).of_command(self.pasted)
+
         return json.dumps(
             {
                 "findings": None if self.findings is None else [*map(asdict, self.findings)],
                 "as_it_stands": said(self.stands, self.pasted.words),
                 "with_our_flags": said(self.ours, self.change.of_command(self.pasted)),
-                "and_attention_kept": self.kept and screen.figures(self.kept),
+                "and_attention_kept": self.kept and said(self.kept, kept),
                 "add": arguments(self.change.add),
                 "drop": arguments(self.change.drop),
                 "environment": self.change.environment,
@@ -115,12 +117,17 @@ def _kept(
     """Its step with attention kept, where that fits, is faster, and no other error stops it."""
     if isinstance(ours, str) or not ours.load.repeats_attention or _KEPT.keys() & ours.flags.keys():
         return None
-    more = replace(changed, add={**changed.add, **_KEPT})
+    more = _keeping(changed)
     step = _predicted(pasted, more.of)
     if isinstance(step, str) or step.lacks or step.time.seconds >= ours.time.seconds:
         return None
     errors = _errors(_doctor(pasted, more.of_line(pasted.line)))
     return None if any(each not in left for each in errors) else step
+
+
+def _keeping(changed: Change) -> Change:
+    """The same with attention kept."""
+    return replace(changed, add={**changed.add, **_KEPT})
 
 
 def show(pasted: Pasted, *, as_json: bool) -> None:
