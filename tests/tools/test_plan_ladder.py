@@ -61,6 +61,12 @@ def test_how_far_a_sequence_goes(model: str, tokens: float) -> None:
     assert memory.lacks(workload_of(longer, H100, gpus))
 
 
+def test_a_sequence_may_be_longer_than_67_million_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "lacks", lambda load: load.tokens > 10**8)
+    flags = given("llama3_8b", context_parallel_size=8)
+    assert ladder._longest(flags, H100, 8) == 10**8 // 2**16 * 2**16
+
+
 def test_ranks_of_an_odd_factor_have_lengths_that_they_divide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -266,6 +266,18 @@ def test_a_search_finds_what_fits_and_is_no_worse_than_any_way_that_is_tried() -
     assert "--tensor-model-parallel-size" in found[0].command()
 
 
+def test_a_search_says_where_it_ends_and_whose_memory_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = FLAGS | CONFIGS.model("llama3_8b") | {"tensor-model-parallel-size": 1}
+    hosted = {**given, "recompute-offload": True, "context-parallel-size": 8}
+    with pytest.raises(ValueError, match="of a host are needed, and 0 may be counted: more nodes"):
+        search(hosted, replace(H100, host_memory=1.0), 8, Wish((1,)))
+    monkeypatch.setattr("megatron_burst.tools.plan.search._CLOCKS", 0)
+    assert search(given, H100, 8, Wish((1,)))
+    assert "--search ends at its limit, after 1 of " in capsys.readouterr().err
+
+
 def test_heads_are_shared_out_over_nodes_where_the_ranks_allow_it() -> None:
     load = load_of("llama3_8b", 32, context_parallel_size=32)
     assert load.degrees == [1, 2, 4, 8, 16, 32] and load.ranks_per_node == 8

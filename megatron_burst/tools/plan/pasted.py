@@ -19,7 +19,7 @@ from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.own_flags import asked
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import CHUNKED_LOSS
-from megatron_burst.tools.plan.usual import A2A, ALL_GATHER, ALONE, P2P
+from megatron_burst.tools.plan.usual import A2A, ALL_GATHER, ALONE, P2P, as_trained
 
 _ALGO, _TYPE = "context-parallel-algo", "cp-comm-type"
 _HIERARCHY = "hierarchical-context-parallel-sizes"
@@ -184,7 +184,7 @@ def change(pasted: Pasted) -> Change:
     add = {n: v for n, v in ours.items() if pasted.flags.get(n, "megatron") == "megatron"}
     changed = Change(add, {n: pasted.flags[n] for n in _THEIRS if n in pasted.flags})
     flags = changed.of(pasted.flags)
-    if memory.lacks(workload_of(flags, pasted.cluster, pasted.gpus)):
+    if memory.lacks(as_trained(workload_of(flags, pasted.cluster, pasted.gpus))):
         savings = savings_that_fit(flags, pasted.cluster, pasted.gpus)
         changed = Change(add | (savings or {}), changed.drop)
     return replace(changed, environment=variables(pasted, changed.of(pasted.flags)))
