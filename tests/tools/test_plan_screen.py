@@ -237,7 +237,7 @@ WHOLE = "--tensor-model-parallel-size 8 --context-parallel-size 1"
 @pytest.mark.parametrize(
     ("words", "advised", "kept_back"),
     [
-        ("--seq-length 256k", "--recompute-offload --mlp-chunks auto --use-megatron-fsdp", "full"),
+        ("--seq-length 256k", "for 74: --use-megatron-fsdp --ckpt-format", "--mlp-chunks"),
         ("--seq-length 256k -- --no-recompute-granularity", "--recompute-granularity full", "FSDP"),
         ("--seq-length 64M", "a larger --tensor-model-parallel-size", "--recompute-granularity"),
         (f"--seq-length 64M -- {WHOLE}", "more GPUs", "a larger"),

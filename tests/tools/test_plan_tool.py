@@ -291,7 +291,7 @@ UNRANKED = """\
 --cluster x --gpus 8 --model 14b
     there is no cluster x
 --model 14b --cluster a800 --gpus 8 --seq-length 262144
-    a800 has room for 74: --recompute-offload
+    a800 has room for 74: --use-megatron-fsdp
 --run toy -- --num-experts 8
     --num-experts 8 has no effect
 --run toy -- --tensor-model-parallel-size 3 --sequence-parallel

@@ -8,7 +8,7 @@ from megatron_burst.tools.flags import Flags, arguments
 from megatron_burst.tools.plan import memory, step
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.memory import GIB
-from megatron_burst.tools.plan.ranking import Candidate
+from megatron_burst.tools.plan.ranking import NEAR, Candidate
 from megatron_burst.tools.plan.reading import workload_of
 from megatron_burst.tools.plan.savings import lacking
 from megatron_burst.tools.plan.usual import as_trained
@@ -18,7 +18,8 @@ from megatron_burst.tools.plan.workload import Workload
 def savings_that_fit(given: Flags, cluster: Cluster, gpus: int) -> dict[str, Any] | None:
     """Return the savings with which flags fit, none of them needless; None if none is enough.
 
-    Those with which a step is fastest. Some do not go with each other, or with the rest.
+    Those with which a step is fastest, of a tie the first. Some do not go with each other, or with
+    the rest.
     """
     every, found = [*lacking(given)], dict[tuple[int, ...], Workload]()
 
@@ -37,7 +38,9 @@ def savings_that_fit(given: Flags, cluster: Cluster, gpus: int) -> dict[str, Any
             found[some] = load
     if not found:
         return None
-    return together(min(found, key=lambda some: step.predict(found[some]).seconds))
+    seconds = {some: step.predict(load).seconds for some, load in found.items()}
+    near = NEAR * min(seconds.values())
+    return together(next(some for some in found if seconds[some] <= near))
 
 
 def nothing_fits(candidates: Sequence[Candidate]) -> str:

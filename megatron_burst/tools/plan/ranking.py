@@ -17,7 +17,7 @@ from megatron_burst.tools.plan.workload import Workload
 
 _FRACTION = "recompute-attention-fraction"
 _NAMING = ("context-parallel-algo", "burst-backward", "burst-topology")
-_NEAR = 1.02  # of the time of the fastest: a tie, as far as can be predicted
+NEAR = 1.02  # of the time of the fastest: a tie, as far as can be predicted
 _DEGREE, _LAYOUT = "burst-head-parallel-size", "burst-layout"
 _CHOSEN = (*_NAMING, _DEGREE, _LAYOUT, _FRACTION)
 _FINALISTS = 4
@@ -187,7 +187,7 @@ def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
     ordered, start = sorted(candidates, key=_place), 0
     while start < len(ordered):
         lacks, seconds, _ = _place(ordered[start])
-        near = (lacks, _NEAR * seconds, True)
+        near = (lacks, NEAR * seconds, True)
         stop = start + sum(_place(each) <= near for each in ordered[start:])
         ordered[start:stop] = sorted(ordered[start:stop], key=_needs)
         start = stop
