@@ -161,7 +161,7 @@ def test_a_named_run_brings_its_flags_and_ranks(tmp_path: Path, printed: Printed
 
 def test_a_dry_run_of_the_toy_writes_nothing(tmp_path: Path, printed: Printed) -> None:
     words = f"compare --toy --input {__file__} --output {tmp_path}/out --dry-run"
-    assert f"--data-path {tmp_path}/out/corpus/corpus " in printed(words)
+    assert f"--data-path {tmp_path}/out/corpus/" in printed(words)
     assert not list(tmp_path.iterdir())
 
 
@@ -270,12 +270,16 @@ def test_a_launcher_may_start_megatrons_own_where_there_are_gpus(
 
 
 def test_two_comparisons_do_not_share_an_output(trainings: Trainings, tmp_path: Path) -> None:
+    words = ["--toy", "--variants", "burst", "--output", str(tmp_path), "--input"]
+    assert compare.main([*words, __file__]) == 0
+    corpora = {file: file.read_bytes() for file in tmp_path.rglob("corpus.*")}
     with (
         lock.held(tmp_path, say=print),
         pytest.raises(ValueError, match="is in use by a process on"),
     ):
-        run(tmp_path)
-    assert not trainings.started
+        compare.main([*words, str(compare.__file__)])
+    assert trainings.started == ["burst"]
+    assert all(file.read_bytes() == text for file, text in corpora.items()), "the first one's"
 
 
 def test_what_is_shown_of_a_training_is_the_step_that_it_is_at(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ def make_toy(
         ValueError: the corpus cannot be made.
     """
     corpus = gather(inputs, paragraphs=paragraphs)
+    # Each text in a folder of its own: a comparison that is under way on another one keeps it, and
+    # Megatron's cache of an index knows a corpus by its path alone.
+    directory /= corpus.facts(directory)["source"][:12]
     if not is_dry:
         corpus.write(directory)
     content = corpus.facts(directory)
-    # Megatron's index cache knows a corpus by its path alone: another text needs another cache.
-    cache = directory / f"cache-{content['source'][:12]}"
-    paths = ["--data-path", content["prefix"], "--data-cache-path", str(cache)]
+    paths = ["--data-path", content["prefix"], "--data-cache-path", str(directory / "cache")]
     precision = ["--bf16"] if gpus() else []
     return [*_FLAGS, *precision, *paths, *content["tokenizer_args"]]
