@@ -228,7 +228,10 @@ def run(output: Path, *more: str) -> int:
 
 
 def test_a_comparison_goes_on_where_it_stopped(
-    trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainings: Trainings,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainings.stop_at = "ring-flat"
     assert run(tmp_path) == 130
@@ -251,6 +254,13 @@ def test_a_comparison_goes_on_where_it_stopped(
     assert not same.is_finished(burst)
     mark.write_text(whole)
     assert other.is_finished(reference), "Megatron's own is not traced: its command is the same"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # which a scheduler sets, of each start another
+    assert same.is_finished(burst)
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGATRON_BURST_TRITON", "0")
+        assert not same.is_finished(burst), "what another setting makes is not known"
+    monkeypatch.setattr(running, "_code", lambda: "another commit's")
+    assert not same.is_finished(burst)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -15,6 +15,7 @@ from megatron_burst.tools import hardware, runlog, terminal, trace
 from megatron_burst.tools.flops import logged_step_flops
 
 RAN, FAILED, LEFT_OUT = "ran", "failed", "cannot run"
+_OF_A_JOB = "SLURM_", "MASTER_", "CUDA_VISIBLE_"  # settings that change from start to start
 WARM_UP = 5
 """How many of the first iteration times are left out, where twice as many exist."""
 
@@ -142,12 +143,13 @@ def gpus() -> int:
 
 
 def machine() -> dict[str, str]:
-    """Return what the runs were made on, and with which versions."""
-    processor = hardware.cpu_model()
+    """Return what the runs were made on, with which versions and under which settings."""
+    processor, settings = hardware.cpu_model(), hardware.settings(os.environ)
     return {
         "device": torch.cuda.get_device_name(0) if gpus() else processor,
         "processor": processor,
         "cores": str(len(os.sched_getaffinity(0))),
         "python": platform.python_version(),
         **hardware.versions(),
+        **{name: x for name, x in settings.items() if not name.startswith(_OF_A_JOB)},
     }

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 from megatron_burst.plugin.limits import MEGATRON
@@ -85,7 +87,7 @@ class Series:
         ]
 
     def is_finished(self, variant: Variant) -> bool:
-        """Whether the same command ran to its end here before, with the same versions."""
+        """Whether the same command ran to its end here before, with the same code and settings."""
         file = self.folder(variant) / _MARK
         try:
             return file.is_file() and json.loads(file.read_text()) == self._what(variant)
@@ -108,7 +110,15 @@ class Series:
             return replace(failed, reason=str(error))
 
     def _what(self, variant: Variant) -> dict[str, object]:
-        return {"machine": machine(), "command": self.command(variant)}
+        return {"machine": machine(), "code": _code(), "command": self.command(variant)}
+
+
+@cache
+def _code() -> str:
+    """Return a digest of this package, whose version says nothing of a commit."""
+    package = Path(__file__).parents[2]
+    files = (file.read_bytes() for file in sorted(package.rglob("*.py")))
+    return sha256(b"".join(files)).hexdigest()
 
 
 def _train(command: Sequence[str], log: Path, signals: Signals) -> int:
