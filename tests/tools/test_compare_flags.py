@@ -155,3 +155,12 @@ def test_the_nodes_of_a_run_are_those_of_its_cluster_unless_given() -> None:
         v for v in compared("--run", name, "--gpus-per-node", "32")[1] if v.name == "ring double"
     )
     assert "all context-parallel ranks are on one node" in double.why_not
+
+
+def test_one_context_parallel_rank_has_the_batch_and_the_experts_of_all() -> None:
+    sizes = "--tensor-model-parallel-size 2 --context-parallel-size 2 --micro-batch-size 3"
+    experts = "--num-experts 4 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    series, chosen = compared("--ranks", "8", "--", *f"{sizes} {experts}".split())
+    assert series.flags[-2:] == ["--global-batch-size", "6"]
+    ranks = {variant.name: variant.ranks for variant in chosen}
+    assert ranks["CP=1 megatron"] == ranks["CP=1 burst"] == 4 and ranks["burst"] == 8

@@ -138,12 +138,16 @@ def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant
         )
 
     number = partial(whole, given)
-    tensor, pipeline = (number(f"{name}-model-parallel-size") for name in ("tensor", "pipeline"))
+    tensor, pipeline, experts = (
+        number(f"{name}-model-parallel-size") for name in ("tensor", "pipeline", "expert")
+    )
+    context = number("context-parallel-size", max(args.ranks // (tensor * pipeline), 1))
     job = Job(
         ranks=args.ranks,
         tensor=tensor,
         pipeline=pipeline,
-        context=number("context-parallel-size", max(args.ranks // (tensor * pipeline), 1)),
+        experts=experts * number("expert-tensor-parallel-size", tensor),
+        context=context,
         heads=heads_of(given) if "num-attention-heads" in given else None,
         head_chunks=size_or_auto(str(given.get("burst-head-chunks", 1))) or 1,
         ranks_per_node=args.gpus_per_node,
@@ -152,6 +156,9 @@ def _series_and_variants(args: argparse.Namespace) -> tuple[Series, list[Variant
         has_windows="window-size" in given,
     )
     common = without(args.flags, _OF_DOCUMENTS) if job.has_documents else args.flags
+    if "global-batch-size" not in given:  # by default the data-parallel ranks', which are not all's
+        batch = number("micro-batch-size") * args.ranks // (tensor * pipeline * context)
+        common = [*common, "--global-batch-size", str(batch)]
     series = Series(
         directory=args.output,
         flags=[*_COMPARABLE, *common],

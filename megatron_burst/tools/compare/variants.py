@@ -6,6 +6,7 @@ Of the flags that all share a variant goes without those that its attention woul
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 from megatron_burst.config import BurstConfig, Topology
@@ -35,6 +36,7 @@ class Job:
     ranks: int
     tensor: int = 1
     pipeline: int = 1
+    experts: int = 1  # ranks over which those of a stage are spread
     context: int
     heads: Heads | None = None
     head_chunks: int = 1
@@ -88,8 +90,10 @@ def variants(job: Job) -> list[Variant]:
     for name, flags, why_not in (*_alone(job), *_megatrons(job, size), *ours):
         algorithm = name.removeprefix("CP=1 ").split()[0]
         words = f"--context-parallel-algo {algorithm} {flags}".split()
-        # One context-parallel rank and no data parallelism: as few ranks as the model allows.
-        ranks = job.tensor * job.pipeline if name in REFERENCES else job.ranks
+        # One context-parallel rank, and of data-parallel ones as few as experts allow.
+        ranks = job.ranks
+        if name in REFERENCES:
+            ranks = lcm(job.tensor, job.experts) * job.pipeline
         listed.append(Variant(name=name, flags=tuple(words), ranks=ranks, why_not=why_not))
     return listed
 
