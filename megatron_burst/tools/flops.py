@@ -38,8 +38,12 @@ _UNCOUNTED = {  # of models and masks that a run's MFU is not said for
     "num-experts",
     "multi-latent-attention",
     "experimental-attention-variant",
+    "attention-output-gate",
+    "heterogeneous-layers-config-path",
     "mtp-num-layers",
     "dataloader-inter-document-masking",
+    "reset-attention-mask",
+    "sft",
     "burst-block-mask",
     "window-size",
 }

@@ -27,6 +27,7 @@ def test_the_formula_of_the_mfu() -> None:
     layer = 2 * 8 * (8 + 4 + 4 + 8) + 2 * 3 * 8 * 32 + 2 * 2 * 2 * 4 * 8.5
     assert logged_step_flops(arguments) == 3 * 2 * 16 * (3 * layer + 2 * 8 * 100)
     assert logged_step_flops(arguments | {"num_experts": "8"}) is None
+    assert logged_step_flops(arguments | {"sft": "True"}) is None, "its sequences are packed"
     assert logged_step_flops(arguments | {"num_experts": "None", "window_size": "(3, 0)"}) is None
 
 
