@@ -443,6 +443,19 @@ def test_figures_of_runs_without_them_are_none(tmp_path: Path) -> None:
     assert differences([result], "x", 20) == {}
 
 
+@pytest.mark.parametrize(("batches", "tokens"), [([2, 2], 64.0), ([1, 1], 32.0), ([1, 2], None)])
+def test_tokens_are_counted_of_the_batches_that_were(
+    batches: list[int], tokens: float | None, tmp_path: Path
+) -> None:
+    pretend(tmp_path / "tensorboard", 1.0)
+    with SummaryWriter(str(tmp_path / "tensorboard")) as writer:
+        for step, size in enumerate(batches, start=1):  # as --rampup-batch-size makes them
+            writer.add_scalar("batch-size", size, step)
+    result = measure("x", tmp_path, 1e-3)
+    assert result.tokens_per_second_per_gpu == tokens
+    assert (result.mfu is None) == (tokens is None)
+
+
 # Losses and the logs they are read from
 
 

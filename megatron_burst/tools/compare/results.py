@@ -82,8 +82,10 @@ def measure(
     times = times[WARM_UP:] if len(times) >= 2 * WARM_UP else times
     last = {name: series[-1][1] for name, series in scalars.items()}
     ranks, seconds = int(arguments["world_size"]), median(times) if times else None
-    tokens = int(arguments["seq_length"]) * int(arguments["global_batch_size"])
-    flops = logged_step_flops(arguments)
+    batches = {int(size) for _, size in scalars.get("batch-size", ())}  # it may be ramped up
+    batch = int(arguments["global_batch_size"]) if not batches else batches.pop()
+    tokens = 0 if batches else int(arguments["seq_length"]) * batch
+    flops = logged_step_flops(arguments | {"global_batch_size": str(batch)}) if tokens else None
     return Result(
         name=name,
         status=RAN,
@@ -93,7 +95,7 @@ def measure(
         losses=losses,
         seconds_per_step=seconds,
         quartiles=(quantiles(times)[0], quantiles(times)[2]) if len(times) > 1 else None,
-        tokens_per_second_per_gpu=tokens / seconds / ranks if seconds else None,
+        tokens_per_second_per_gpu=tokens / seconds / ranks if tokens and seconds else None,
         mfu=flops / (seconds * ranks * peak_tflops * 1e12)
         if flops and seconds and peak_tflops
         else None,
