@@ -17,7 +17,7 @@ _WIDTH = 200  # of tables: wider than a narrow terminal, so that no number is cu
 
 def console() -> Console:
     """Return a console on stdout that prints words as they are."""
-    return Console(highlight=False, markup=False, soft_wrap=True, width=_WIDTH)
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=_WIDTH)
 
 
 def table(left: Iterable[str], right: Iterable[str], rows: Iterable[Sequence[str]] = ()) -> Table:
@@ -40,6 +40,6 @@ def cells(figures: Mapping[str, Any], columns: Columns) -> list[str]:
 
 def complain(command: str, problems: Iterable[str]) -> None:
     """Print each problem on stderr, behind the name of the command."""
-    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    errors = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     for problem in problems:
         errors.print(f"{command}: {problem}", style="red")

@@ -33,6 +33,7 @@ def test_help_shows_examples_first_and_every_verb(printed: Printed) -> None:
     [
         ([], "usage: megatron-burst VERB"),
         (["paln"], f"there is no verb 'paln'; the verbs are {', '.join(VERBS)}\n"),
+        ([":on:"], "there is no verb ':on:'"),  # no emoji
         # A report with it could not be written after the trainings.
         (["compare", "--output", "r\udcff", "--toy"], r"'r\udcff' is not UTF-8"),
     ],
