@@ -136,6 +136,7 @@ def test_the_findings_of_several_ranks_are_judged() -> None:
     assert right.passed and not problem.passed and problem.found == "a cannot run: why"
     (nothing,) = ranks.judge("x", {"results": {}, "problems": []})
     assert not nothing.passed
-    assert ranks.parsed("x", f"logged\n{json.dumps(fine)}", "") == (fine, [])
+    logged = f"NCCL INFO {{0}}\n{json.dumps(fine)}a:1 NCCL INFO Destroy COMPLETE\n"
+    assert ranks.parsed("x", logged, "") == (fine, [])
     _, (crash,) = ranks.parsed("x", "", "ranks died")
     assert not crash.passed and "ranks died" in crash.found

@@ -94,7 +94,8 @@ def finished(
 def parsed(name: str, printed: str, errors: str) -> tuple[dict[str, Any], list[Check]]:
     """Return the JSON that was printed, or as a failure what was said in its place."""
     try:
-        return json.loads(printed[printed.index("{") :]), []
+        begin = f"\n{printed}".index("\n{")  # NCCL_DEBUG=INFO logs before it and behind it
+        return json.JSONDecoder().raw_decode(printed, begin)[0], []
     except ValueError:
         said = errors[-2000:] or printed[-2000:]
         return {}, [Check(name, f"no result: {said}", passed=False)]
