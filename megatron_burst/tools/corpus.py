@@ -150,12 +150,14 @@ def _text(path: Path) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)["text"].encode("utf-8")
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: no JSON with a text: {error}") from error
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)["text"].encode("utf-8")
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    text = f"{path}, line {number}: no JSON with a text: {error}"
+                    raise ValueError(text) from error
 
 
 def parser() -> Parser:

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,6 +145,17 @@ def test_too_much_is_cut_between_documents(
     monkeypatch.setattr(corpus, "LIMIT", 500)
     said = make(tmp_path, folder, status=1)
     assert "the first document has 600 bytes, and 500 are taken" in said
+
+
+def test_of_lines_no_more_are_read_than_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "LIMIT", 5000)
+    lines = text_file(tmp_path / "x.jsonl", '{"text": "one"}\n' * 200_000)
+    tracemalloc.start()
+    assert corpus.gather([lines]).is_cut
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_another_text_replaces_the_first_and_has_another_digest(tmp_path: Path, make: Make) -> None:
