@@ -28,20 +28,15 @@ _LOAD_TORCH = ("doctor", "plan", "verify", "gpu-check", "compare")
 def main(argv: list[str] | None = None) -> int:
     """Run the verb that the first word names; return its exit status."""
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
-        print(_help())
-        return 0 if words else 2
-    if (verb := words[0]) not in VERBS:
+    verb = words[0] if words else ""
+    if verb not in ("", "-h", "--help", *VERBS):
         _complain(NAME, [f"there is no verb {verb!r}; the verbs are {', '.join(VERBS)}"])
         return 2
     if wrong := [word for word in words if word != word.encode(errors="ignore").decode()]:
         _complain(NAME, [f"{wrong[0]!a} is not UTF-8: it could not be written to a report"])
         return 2
     try:
-        module, _ = VERBS[verb]
-        if verb in _LOAD_TORCH:
-            _parse_before(verb, words[1:])
-        return importlib.import_module(f"megatron_burst.tools.{module}").main(words[1:])
+        return _run(verb, words[1:])
     except ModuleNotFoundError as error:
         if (package := str(error.name).partition(".")[0]) == "megatron_burst":
             raise
@@ -55,6 +50,18 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 1
+
+
+def _run(verb: str, words: list[str]) -> int:
+    try:
+        if verb not in VERBS:
+            print(_help())
+            return 0 if verb else 2
+        if verb in _LOAD_TORCH:
+            _parse_before(verb, words)
+        return importlib.import_module(f"megatron_burst.tools.{VERBS[verb][0]}").main(words)
+    finally:
+        sys.stdout.flush()  # here and not at the exit a pipe that nobody reads is an error of ours
 
 
 def _complain(command: str, problems: list[str]) -> None:

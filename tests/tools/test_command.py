@@ -1,6 +1,7 @@
 """The one command: its verbs, its help, and what it says where something is wrong. (fast tier)"""
 
 import argparse
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,6 +90,15 @@ def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:
     ran = python("-m", "megatron_burst", "launch", "check", "--no-such-flag")
     assert ran.returncode == 2
     assert "unrecognized arguments: --no-such-flag" in ran.stderr
+
+
+def test_who_stops_reading_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["--help"]) == 1
+        pipe.flush()
 
 
 def verb_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
