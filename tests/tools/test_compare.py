@@ -141,6 +141,8 @@ def test_patterns_choose_and_the_rest_is_listed() -> None:
         (["--toy", "--run", "toy"], "--toy and --run have a model each"),
         (["--ranks", "4", "--input", "text"], "--input is text for --toy"),
         (["--toy", "--tolerance", "-1"], "--tolerance -1.0 is negative"),
+        (["--ranks", "4", "--gpt", "--", *FLAGS], "--gpt is for the model of --toy or --run"),
+        (["--ranks", "4", "--variants", "megatron p2p*", "--", *FLAGS], "no variant can run here"),
         (["--run", "toy", "--", "--num-layers", "4"], "a HybridModel has --hybrid-layer-pattern"),
     ],
 )

@@ -89,6 +89,8 @@ def _fill(args: argparse.Namespace) -> None:
     """
     if (args.toy and args.run) or (args.input and not args.toy):
         raise ValueError("--toy and --run have a model each, and --input is text for --toy")
+    if args.gpt and not (args.toy or args.run):
+        raise ValueError("--gpt is for the model of --toy or --run: behind -- flags say what it is")
     if args.tolerance is not None and args.tolerance < 0:
         raise ValueError(f"--tolerance {args.tolerance} is negative")
     checked(Configs.read(), parsed(args.flags))
@@ -180,7 +182,9 @@ def _why_no_megatron(*, is_here: bool) -> str:
 
 
 def _refuse_too_many(series: Series, chosen: Sequence[Variant]) -> None:
-    """Say before any starts that this machine has too few GPUs for one."""
+    """Say before any starts that none can, or that this machine has too few GPUs for one."""
+    if all(variant.why_not for variant in chosen):
+        raise ValueError("no variant can run here: --dry-run says why of each")
     for variant in chosen:
         starts = not variant.why_not and series.starts_here(variant)
         if starts and 0 < gpus() < variant.ranks:
