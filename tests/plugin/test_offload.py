@@ -215,7 +215,7 @@ def test_what_the_node_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch)
         host_room.HostRoom(131072 + 64, None)([of_layers(4)])
     # Steps of 1 micro-batch, later of 6 over 8 stages, or of 64 that are not all at work at once.
     monkeypatch.setattr(host_room, "get_current_global_batch_size", lambda: 2)
-    for schedule, gib in ((None, 4), ("0:2 1K:12,9K:4", 24), ("0:2, 1K:128", 32)):
+    for schedule, gib in ((None, 4), ("0:2 1K:12,9K:4", 24), ("0:2, 1K:0.128K", 32)):
         batches = host_room.scheduled_batches(SimpleNamespace(step_batch_size_schedule=schedule))
         staged = of_layers(4, pipeline_model_parallel_size=8, pipeline_dtype=torch.bfloat16)
         with pytest.raises(ValueError, match=f"puts {gib}.0 GiB"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 from megatron.core.num_microbatches_calculator import (
+    StepBatchsizeNumMicroBatchesCalculator,
     get_current_global_batch_size,
     get_num_microbatches,
 )
@@ -85,8 +86,8 @@ class HostRoom:
 
 def scheduled_batches(args: Any) -> list[int]:
     """Return the global batches of --step-batch-size-schedule "FROM:BATCH FROM:BATCH ..."."""
-    steps = (args.step_batch_size_schedule or "").replace(",", " ").split()
-    return [int(step.split(":")[1]) for step in steps]
+    parse = StepBatchsizeNumMicroBatchesCalculator._parse_schedule  # of 1K, too
+    return [batch for _, batch in parse(args.step_batch_size_schedule or "", None)]
 
 
 def optimizer_share(args: Any) -> tuple[float, float]:
