@@ -110,7 +110,7 @@ def hold_checkpoints(args: Namespace) -> None:
 
     Ends the process where one is there and does not end soon, or where nothing can be saved.
     """
-    if not args.save or "://" in args.save or args.rank != 0:  # or an object store
+    if not args.save or args.skip_train or "://" in args.save or args.rank != 0:  # object stores
         return
     try:
         lock.hold(Path(args.save), patience=_PATIENCE_SECONDS, say=logger.warning)

@@ -145,17 +145,23 @@ def test_the_default_tokenizer_is_that_of_upstreams_scripts(
     assert given == {"args_defaults": {"tokenizer_type": "GPT2BPETokenizer"}}
 
 
+def hold(save: Path | None, rank: int = 0, *, skip_train: bool = False) -> None:
+    saved = None if save is None else str(save)
+    pretraining.hold_checkpoints(Namespace(save=saved, rank=rank, skip_train=skip_train))
+
+
 def test_a_second_job_does_not_save_where_a_first_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the first rank alone, and not before the first had time to end."""
+    """On the first rank alone, and not before the first had time to end. It may evaluate."""
     monkeypatch.setattr(pretraining, "_PATIENCE_SECONDS", 0.1)
     with lock.held(tmp_path / "saved", say=print):
-        for save, rank in (("saved", 1), ("elsewhere", 0)):
-            pretraining.hold_checkpoints(Namespace(save=str(tmp_path / save), rank=rank))
-        pretraining.hold_checkpoints(Namespace(save=None, rank=0))
+        hold(tmp_path / "saved", 1)
+        hold(tmp_path / "saved", skip_train=True)
+        hold(tmp_path / "elsewhere")
+        hold(None)
         with pytest.raises(SystemExit, match="^megatron_burst: .*/saved is in use by a process on"):
-            pretraining.hold_checkpoints(Namespace(save=str(tmp_path / "saved"), rank=0))
+            hold(tmp_path / "saved")
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(
@@ -165,7 +171,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(
     (tmp_path / "file").touch()
     for save in ("file", "file/below"):
         with pytest.raises(SystemExit, match=f"--save .*/{save} is no directory that can be writ"):
-            pretraining.hold_checkpoints(Namespace(save=str(tmp_path / save), rank=0))
+            hold(tmp_path / save)
     monkeypatch.setattr("os.access", lambda path, _: path != str(tmp_path))
     with pytest.raises(SystemExit, match="can be written to"):
-        pretraining.hold_checkpoints(Namespace(save=str(tmp_path), rank=0))
+        hold(tmp_path)
