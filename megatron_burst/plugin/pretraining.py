@@ -223,17 +223,22 @@ def _masked_loss(
     """Return this rank's sum of losses, its number of tokens, and both for Megatron's report.
 
     Sums, not means: under `--calculate-per-token-loss` Megatron divides once, by the tokens of all
-    ranks, so that ranks with fewer unmasked tokens weigh less.
+    ranks, so that ranks with fewer unmasked tokens weigh less. In evaluations of `--sft` it takes
+    the mean of what the ranks report, so that there each reports the sums of the whole sequence.
     """
     assert loss_mask is not None  # only the last pipeline stage computes a loss
+    args = get_args()
     mask = loss_mask.view(-1).float()
     loss = (per_token.view(-1).float() * mask).sum()
     tokens = mask.sum().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
+    if args.check_for_nan_in_loss_and_grad:
         for name, is_bad in {"NaN": torch.isnan, "Inf": torch.isinf}.items():
             text = f"{name} in this rank's loss"
             get_rerun_state_machine().validate_result(loss, is_bad, text, tolerance=0.0, fatal=True)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+    report = torch.stack([loss.detach(), tokens.to(loss.dtype)])
+    if args.sft and not torch.is_grad_enabled():
+        dist.all_reduce(report, group=mpu.get_context_parallel_group())
+    return loss, tokens, {"lm loss": report}
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
