@@ -25,7 +25,13 @@ from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import argument_utils, get_args, get_tensorboard_writer, get_timers
+from megatron.training import (
+    argument_utils,
+    get_args,
+    get_tensorboard_writer,
+    get_timers,
+    training,
+)
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -68,6 +74,10 @@ def refusal(args: Namespace) -> str | None:
         return "no data is given: pass --data-path PREFIX, or --mock-data for made-up tokens"
     if args.sft and given == ["mock_data"]:
         return "--sft reads conversations: pass --data-path FILE in the place of --mock-data"
+    if args.dataloader_type == "external":
+        return "--dataloader-type external: this entry brings no loader: take single or cyclic"
+    if args.freeze_all_layers and not hasattr(training, "_freeze_all_model_chunks"):
+        return "--freeze-all-layers: Megatron 0.19 would train all weights: drop it, or take main"
     if reason := _evaluation_refusal(args):
         return reason
     flags = [

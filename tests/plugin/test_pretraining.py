@@ -109,6 +109,8 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
         ({"eval_iters": 9, "train_data_path": ["corpus"]}, "no --valid-data-path: there is no val"),
         ({"full_validation": True}, "of them: add --multiple-validation-sets"),
         ({"full_validation": True, "multiple_validation_sets": True}, None),
+        ({"dataloader_type": "external"}, "brings no loader: take single or cyclic"),
+        ({"freeze_all_layers": True}, "0.19 would train all weights"),
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
         ({"mtp_num_layers": 1}, None),
         ({"pipeline_model_parallel_layout": "E|tL"}, None),
@@ -123,7 +125,7 @@ def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: s
     off = dict.fromkeys((*pretraining._DATA, *pretraining._NEEDS_UPSTREAM_SCRIPT), False)
     off |= {"mock_data": True, "sft": False, "eval_iters": 0, "split": None}
     off |= dict.fromkeys(("full_validation", "multiple_validation_sets"), False)
-    off |= {"valid_data_path": None}
+    off |= {"valid_data_path": None, "dataloader_type": None, "freeze_all_layers": False}
     off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
     off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
     said = pretraining.refusal(SimpleNamespace(**off | changes))
