@@ -78,7 +78,7 @@ def refusal(args: Namespace) -> str | None:
         return "--dataloader-type external: this entry brings no loader: take single or cyclic"
     if args.freeze_all_layers and not hasattr(training, "_freeze_all_model_chunks"):
         return "--freeze-all-layers: Megatron 0.19 would train all weights: drop it, or take main"
-    if reason := _evaluation_refusal(args):
+    if reason := _evaluation_refusal(args) or _skipping_refusal(args):
         return reason
     flags = [
         f"--{name.replace('_', '-')}" for name in _NEEDS_UPSTREAM_SCRIPT if getattr(args, name)
@@ -112,6 +112,20 @@ def _evaluation_refusal(args: Namespace) -> str:
     return (
         f"{missing}: there is no validation set for --eval-iters {args.eval_iters}: pass one, or "
         "--eval-iters 0"
+    )
+
+
+def _skipping_refusal(args: Namespace) -> str:
+    """Say why Megatron's first iteration to skip would fail; "" if it would not, or there is none.
+
+    There it asks every pipeline stage for a batch, and for one where virtual stages have several.
+    """
+    no_data = args.pipeline_model_parallel_size > 2 and not documents_flag(args)
+    if not args.iterations_to_skip or not (no_data or args.virtual_pipeline_model_parallel_size):
+        return ""
+    return (
+        "--iterations-to-skip: Megatron skips none with virtual pipeline stages, or with more than "
+        "two stages without documents: until they are passed take two stages, none virtual"
     )
 
 

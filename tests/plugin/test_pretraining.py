@@ -111,6 +111,9 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
         ({"full_validation": True, "multiple_validation_sets": True}, None),
         ({"dataloader_type": "external"}, "brings no loader: take single or cyclic"),
         ({"freeze_all_layers": True}, "0.19 would train all weights"),
+        ({"iterations_to_skip": [2], "pipeline_model_parallel_size": 2}, None),
+        ({"iterations_to_skip": [2], "pipeline_model_parallel_size": 3}, "skips none with virtual"),
+        ({"iterations_to_skip": [2], "virtual_pipeline_model_parallel_size": 2}, "skips none with"),
         ({"mtp_num_layers": 0}, None),  # as None, no MTP
         ({"mtp_num_layers": 1}, None),
         ({"pipeline_model_parallel_layout": "E|tL"}, None),
@@ -126,6 +129,8 @@ def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: s
     off |= {"mock_data": True, "sft": False, "eval_iters": 0, "split": None}
     off |= dict.fromkeys(("full_validation", "multiple_validation_sets"), False)
     off |= {"valid_data_path": None, "dataloader_type": None, "freeze_all_layers": False}
+    off |= {"iterations_to_skip": [], "pipeline_model_parallel_size": 1}
+    off |= {"virtual_pipeline_model_parallel_size": None}
     off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
     off |= dict.fromkeys(("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
     said = pretraining.refusal(SimpleNamespace(**off | changes))
