@@ -229,6 +229,14 @@ def test_a_mask_of_another_length_is_refused(mask: Mask, message: str) -> None:
         Tiling(LAYOUTS["zigzag"](8, 2), mask)
 
 
+def test_tensors_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one the host would wait for a device as often as there are documents."""
+    monkeypatch.setattr(torch.Tensor, "__int__", None)
+    given = {"documents": [0, 3, 8], "lengths": [2, 5]}
+    tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in given.items()}
+    assert Mask.causal(**tensors) == Mask.causal(**given)
+
+
 def test_masks_that_differ_have_other_names_and_digests() -> None:
     """Ranks compare masks by their names, and plans are kept under their digests."""
     tables = [torch.tensor(bits).view(2, 2) for bits in ([True] * 4, [True, False, True, True])]

@@ -58,8 +58,8 @@ class Mask:
         cls,
         *,
         window: int | None = None,
-        documents: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
         block_table: Tensor | None = None,
     ) -> "Mask":
         """Let position i see the positions up to and including i, as far as the rest allows.
@@ -85,15 +85,15 @@ class Mask:
         cls,
         *,
         window: int | None = None,
-        documents: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
+        documents: Sequence[int] | Tensor | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
         block_table: Tensor | None = None,
     ) -> "Mask":
         """Let every position see every position, as far as the rest allows; see `causal`."""
         window = None if window is None else int(window)
         if window is not None and window < 0:
             raise ValueError(f"a window of {window} positions is negative; None is no window")
-        bounds = None if documents is None else tuple(map(int, documents))
+        bounds = None if documents is None else tuple(_ints_of(documents))
         if bounds is not None:
             grow = all(a < b for a, b in pairwise(bounds))
             if len(bounds) < 2 or bounds[0] != 0 or not grow:
@@ -102,7 +102,7 @@ class Mask:
                 )
         padding: tuple[int, ...] = ()
         if lengths is not None:
-            bounds, padding = _padding_apart(bounds or (0,), [*map(int, lengths)])
+            bounds, padding = _padding_apart(bounds or (0,), _ints_of(lengths))
         table = None if block_table is None else _bytes_of(block_table)
         return cls(False, window, bounds, table, padding=padding)
 
@@ -223,6 +223,12 @@ def _padding_apart(
             padding.append(len(cuts) - 1)
         cuts.append(stop)
     return tuple(cuts), tuple(padding)
+
+
+def _ints_of(numbers: Sequence[int] | Tensor) -> list[int]:
+    """Read a tensor at once: one by one the host would wait for the device as often."""
+    values = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+    return [*map(int, values)]
 
 
 def _bytes_of(table: Tensor) -> bytes:
