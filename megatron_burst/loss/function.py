@@ -1,5 +1,6 @@
 """The public function, its checks of the tensors, and the same for a framework."""
 
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -167,8 +168,10 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
         sums_apart=sums is not None and sums.apart,
         kept_apart=sums is not None and sums.kept_apart if keeps else None,
     )
-    head = Head(weight.detach(), call, vocabulary, spread, call.chunking(sizes))
-    made: tuple[Tensor, ...] = LinearCrossEntropy.apply(hidden, weight, targets, head)
+    make_head = partial(
+        Head, call=call, vocabulary=vocabulary, spread=spread, chunking=call.chunking(sizes)
+    )
+    made: tuple[Tensor, ...] = LinearCrossEntropy.apply(hidden, weight, targets, make_head)
     return made
 
 

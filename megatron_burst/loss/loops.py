@@ -1,5 +1,6 @@
 """The loops over chunks and the autograd node: losses, and gradients from logits made again."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,10 +187,16 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        make_head: Callable[[Tensor], Head],
     ) -> tuple[Tensor, ...]:
         """Return losses of targets' shape, and if asked for, entropies."""
-        ctx.head, weights = head, head.call.weights if head.chunking.keeps else None
+        # Without the weight: hooks of saved tensors, as a checkpoint's, may let go of that.
+        ctx.make_head, head = make_head, make_head(weight)
+        weights = head.call.weights if head.chunking.keeps else None
         tokens = hidden.reshape(-1, hidden.shape[-1])
         wanted = targets.reshape(head.spread.parts, -1)
         weights = None if weights is None else weights.reshape(wanted.shape)
@@ -207,7 +214,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         """Return the gradients of `hidden` and `weight`."""
         hidden, weight, targets, lse, *entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        head: Head = ctx.head
+        head: Head = ctx.make_head(weight)
         sums = head.call.weight_sum(weight) if wants_weight else None
         targets = targets.reshape(lse.shape)
         ignored = targets == head.call.ignore_index

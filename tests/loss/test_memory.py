@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_burst import linear_cross_entropy
 from megatron_burst.loss import products
@@ -53,6 +54,19 @@ def peak_bytes(
     gradients = (tokens + vocabulary) * hidden * dtype.itemsize
     assert live.now >= gradients, "the gradients have been counted"
     return live.peak - gradients - tokens * (48 if dtype == torch.float64 else 32)
+
+
+def test_hooks_of_saved_tensors_may_let_go_of_the_weight() -> None:
+    """As those of a checkpoint and an offload do, of one that was cast for the call."""
+    hidden, leaf = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
+    weight, targets = leaf * 1, torch.arange(3)
+    alive = StorageWeakRef(weight.untyped_storage())
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        loss = linear_cross_entropy(hidden, weight, targets).sum()
+    del weight
+    assert alive.expired()
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ leaf.t(), targets), leaf)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], 3 * expected)
 
 
 @pytest.fixture(autouse=True)
