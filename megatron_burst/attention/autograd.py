@@ -25,7 +25,7 @@ from megatron_burst.attention.saved import AttentionMemory
 from megatron_burst.attention.signature import Given, KindOfTensor
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.kernels.dtypes import as_autocast, without_autocast
-from megatron_burst.kernels.inputs import check_numbers
+from megatron_burst.kernels.inputs import as_number
 from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.plans.choice.head_parallel import kv_head_copies
 from megatron_burst.plans.visibility.layout import Layout
@@ -138,7 +138,8 @@ def ring_attention(
             this context failed.
     """
     check_context(context)
-    check_numbers(softmax_scale=softmax_scale, soft_cap=soft_cap)
+    softmax_scale = as_number("softmax_scale", softmax_scale)
+    soft_cap = as_number("soft_cap", soft_cap)
     q, k, v = as_autocast(q, k, v)
     latents = None if latents is None else latents.in_autocast()
     # A head size of 0 is refused below, on all ranks together.

@@ -3,14 +3,18 @@
 from torch import Tensor
 
 
-def check_numbers(**numbers: object) -> None:
-    """Raise a TypeError for a tensor that asks for a gradient in the place of a number."""
-    for name, x in numbers.items():
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise TypeError(
-                f"{name} is a number, which gets no gradient, and got a tensor that asks for one: "
-                "a learned factor belongs into the tensors"
-            )
+def as_number(name: str, x: float | None) -> float | None:
+    """Return it as one of Python's own, which stays as it is until the backward; None is none.
+
+    Raises:
+        TypeError: it is a tensor that asks for a gradient.
+    """
+    if isinstance(x, Tensor) and x.requires_grad:
+        raise TypeError(
+            f"{name} is a number, which gets no gradient, and got a tensor that asks for one: "
+            "a learned factor belongs into the tensors"
+        )
+    return None if x is None else float(x)
 
 
 def check_local(**tensors: Tensor) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.kernels.inputs import check_numbers
+from megatron_burst.kernels.inputs import as_number
 from megatron_burst.loss.chunk_size import MIB, Chunking, Sizes, choose
 from megatron_burst.loss.kept import Keeper
 from megatron_burst.loss.products import OwnSum, WeightSum
@@ -40,12 +40,8 @@ class Call:
     """Gets the largest logits among this rank's rows, and which: [parts, tokens] of a chunk."""
 
     def __post_init__(self) -> None:
-        check_numbers(
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            logit_softcap=self.logit_softcap,
-            logit_scale=self.logit_scale,
-        )
+        for name in ("label_smoothing", "z_loss", "logit_softcap", "logit_scale"):
+            object.__setattr__(self, name, as_number(name, getattr(self, name)))
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if not 0.0 <= self.z_loss < math.inf:

@@ -93,6 +93,21 @@ def test_a_learned_number_is_refused(context: BurstContext, name: str) -> None:
         ring_attention(Q, KV, KV, context, mask=Mask.causal(), **{name: number})
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "soft_cap"])
+def test_a_number_may_be_a_tensor_and_change(name: str) -> None:
+    context, number = BurstContext.create(BurstConfig(kernel="reference")), torch.tensor(0.0)
+    q = torch.linspace(-1, 1, Q.numel()).view_as(Q).requires_grad_()
+    k = q[:, :, :2].detach()
+    for value in (0.5, 2.0):
+        found = []
+        for given in (number.fill_(value), value):
+            options: Any = {name: given, "mask": Mask.causal()}
+            out = ring_attention(q, k, k, context, **options)
+            number.zero_()  # before the backward
+            found.append((out, *torch.autograd.grad(out.square().sum(), q)))
+        assert all(map(torch.equal, *found)), value
+
+
 class Spread(torch.Tensor):
     """As a DTensor, of which a rank has a part."""
 

@@ -64,6 +64,18 @@ def test_a_learned_number_is_refused(number: str) -> None:
         linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, **{number: learned})
 
 
+@pytest.mark.parametrize("number", ["label_smoothing", "z_loss", "logit_softcap", "logit_scale"])
+def test_a_number_may_be_a_tensor_that_changes_before_the_backward(number: str) -> None:
+    hidden, weight = torch.ones(2, 3, 4, requires_grad=True), torch.linspace(-1, 1, 40).view(10, 4)
+    found = []
+    for given in (torch.tensor(0.5), 0.5):
+        loss = linear_cross_entropy(hidden, weight, TARGETS, **{number: given})
+        if isinstance(given, torch.Tensor):
+            given.fill_(0.25)
+        found += torch.autograd.grad(loss.sum(), hidden)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("target", [10, -1])
 def test_a_target_outside_the_vocabulary_is_an_error_where_its_loss_counts(target: int) -> None:
     hidden = torch.randn(2, 3, 4, requires_grad=True)
