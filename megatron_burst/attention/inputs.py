@@ -70,6 +70,7 @@ def check_scores(q: Tensor, scale: float, soft_cap: float | None, sink: Tensor |
         raise ValueError(f"a soft cap is positive and finite, got {soft_cap}; None is no cap")
     if sink is None:
         return
+    check_local(sink=sink)
     if sink.shape != q.shape[2:3]:
         raise ValueError(
             f"a sink has one score a query head, [{q.shape[2]}]; got {tuple(sink.shape)}"

@@ -119,6 +119,9 @@ def test_dtensors_are_refused_before_anything_is_sent(context: BurstContext) -> 
         ring_attention(Q, KV.as_subclass(Spread), KV, context, mask=Mask.causal())
     with pytest.raises(TypeError, match="weight is a DTensor: give .*; fully_shard gathers a"):
         linear_cross_entropy(KV, torch.ones(5, 16).as_subclass(Spread), KV[..., 0].long())
+    with pytest.raises(TypeError, match="sink is a DTensor: give sink.to_local()"):
+        sink = tensor(8).as_subclass(Spread)
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), sink=sink)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
