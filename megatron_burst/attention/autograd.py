@@ -138,24 +138,26 @@ def ring_attention(
             this context failed.
     """
     check_context(context)
-    softmax_scale = as_number("softmax_scale", softmax_scale)
-    soft_cap = as_number("soft_cap", soft_cap)
-    q, k, v = as_autocast(q, k, v)
-    latents = None if latents is None else latents.in_autocast()
-    # A head size of 0 is refused below, on all ranks together.
-    scale = max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale
-    given = Given(
-        *(_kind(q), _kind(k), _kind(v), None if sink is None else _kind(sink)),
-        None if latents is None else (_kind(latents.latent), _kind(latents.weight)),
-        *(mask, scale, soft_cap, layout),
-        None if memory is None else (memory.fraction, memory.saved is not None),
-        return_lse,
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    with context.agreed.told("attention"):
+        check_mask(mask, layout, context.config.block_mask)
+        softmax_scale = as_number("softmax_scale", softmax_scale)
+        soft_cap = as_number("soft_cap", soft_cap)
+        q, k, v = as_autocast(q, k, v)
+        latents = None if latents is None else latents.in_autocast()
+        # A head size of 0 is refused below, on all ranks together.
+        scale = max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale
+        wants = (x is not None and x.requires_grad for x in (q, k, v, sink))
+        given = Given(
+            *(_kind(q), _kind(k), _kind(v), None if sink is None else _kind(sink)),
+            None if latents is None else (_kind(latents.latent), _kind(latents.weight)),
+            *(mask, scale, soft_cap, layout),
+            None if memory is None else (memory.fraction, memory.saved is not None),
+            return_lse,
+            torch.is_grad_enabled() and any(wants),
+            torch.are_deterministic_algorithms_enabled(),
+        )
 
     def prepare() -> Prepared:
-        check_mask(mask, context.config.block_mask)
         check_alike(q=q, k=k, v=v)
         check_shapes(q, k, v)
         check_scores(q, scale, soft_cap, sink)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_burst.attention.context import BurstContext
 from megatron_burst.kernels.inputs import check_local
+from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.plans.visibility.mask import Mask
 
 _HEADS = "[batch, tokens, heads, head size]"
@@ -23,10 +24,12 @@ def check_context(context: BurstContext) -> None:
         raise TypeError(f"context must be a BurstContext, {made}; got {context!r}")
 
 
-def check_mask(mask: Mask, block_mask: str | None) -> None:
-    """Raise a TypeError for what is no mask; refuse one without the blocks of the settings."""
+def check_mask(mask: Mask, layout: Layout | None, block_mask: str | None) -> None:
+    """Raise a TypeError for no mask or layout; refuse a mask without the blocks of the settings."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask, as Mask.causal() is; got {mask!r}")
+    if not isinstance(layout, Layout | None):
+        raise TypeError(f"layout must be a Layout, as context.layout(tokens) is; got {layout!r}")
     if block_mask is not None and mask.block_table is None:
         raise ValueError(
             f"BurstConfig(block_mask={block_mask!r}) is read by Megatron's layers alone: give its "

@@ -138,6 +138,9 @@ def test_what_is_no_context_no_mask_and_no_group_is_named(context: BurstContext)
         ring_attention(Q, KV, KV, context, mask="causal")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="context must be a BurstContext, as .* is; got None"):
         ring_attention(Q, KV, KV, None, mask=Mask.causal())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="layout must be a Layout, as .* is; got \\[range"):
+        layout: Any = [range(4)]
+        ring_attention(Q, KV, KV, context, mask=Mask.causal(), layout=layout)
     of_layers = BurstContext.create(BurstConfig(block_mask="blocks.npy"))
     with pytest.raises(ValueError, match=r"'blocks.npy'\) is read by Megatron's layers"):
         ring_attention(Q, KV, KV, of_layers, mask=Mask.causal())

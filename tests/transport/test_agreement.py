@@ -29,7 +29,7 @@ CONFIG = BurstConfig(timeout_seconds=200)
 def error_of(action: Callable[[], object]) -> str:
     try:
         action()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return "no error"
 
@@ -191,6 +191,8 @@ def cannot_alone(team: Team, how: str) -> tuple[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         if team.rank == 1 and how == "its input":
             odd = {"soft_cap": -1.0}
+        elif team.rank == 1 and how == "its mask's type":
+            odd = {"mask": [True]}
         elif team.rank == 1 and how != "before it calls":
             odd = {} if how == "at first" else {"softmax_scale": 0.5}
             error = ValueError("no kernel here")
@@ -217,17 +219,26 @@ def raised(error: Exception) -> Any:
 
 @pytest.mark.parametrize(
     "how",
-    ["at first", "where others have planned before", "its input", "before it calls", "its latents"],
+    [
+        "at first",
+        "where others have planned before",
+        "its input",
+        "its mask's type",
+        "before it calls",
+        "its latents",
+    ],
 )
 def test_a_rank_that_cannot_is_named_by_all(workers: WorkerPool, how: str) -> None:
     found = workers.run(3, cannot_alone, how)
     texts, why = [text for text, _ in found], "no kernel here"
     if how == "its input":
         why = "a soft cap is positive and finite, got -1.0; None is no cap"
+    elif how == "its mask's type":
+        why = "mask must be a Mask, as Mask.causal() is; got [True]"
     elif how == "its latents":
         why = "latent must be [batch, tokens, rank], got (4,)"
     assert texts[1] == why
-    assert texts[0] == texts[2] and f": it cannot: ValueError: {why}" in texts[0].splitlines()[2]
+    assert texts[0] == texts[2] and f"Error: {why}" in texts[0].splitlines()[2]
     assert max(seconds for _, seconds in found) < SECONDS
 
 
