@@ -255,6 +255,16 @@ def test_an_env_file_changes_the_variables_that_it_says(
         assert "OLD" not in os.environ
 
 
+@pytest.mark.parametrize(("last", "status"), [("false", 1), ("exit", 0)])
+def test_an_env_file_that_ends_a_launcher_is_named(
+    machine: Machine, last: str, status: int
+) -> None:
+    (machine.folder / "env.sh").write_text(f"{last}\n")
+    for launcher, more in (("launch.slurm", JOB), ("launch_local.sh", {})):
+        done = machine.run(launcher, "--output", "out", expect=2, **more)
+        assert done.stderr == f"launch: {machine.folder}/env.sh ended with status {status}\n"
+
+
 def test_what_megatron_refuses_beside_other_flags_is_not_set(machine: Machine) -> None:
     one, segments = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
     found = site.defaults(["--context-parallel-size", "8"])

@@ -39,7 +39,7 @@ def load_env() -> None:
     if os.access(file, os.R_OK):
         command = ["bash", "-euc", 'set -a; source "$1" >&2; exec env -0', "bash", str(file)]
         done = subprocess.run(command, stdout=subprocess.PIPE)
-        if done.returncode:
+        if done.returncode or not done.stdout:  # or it ended the shell
             raise ValueError(f"{file} ended with status {done.returncode}")
         lines = os.fsdecode(done.stdout).split("\0")
         settings = dict(line.split("=", 1) for line in lines if "=" in line)
