@@ -437,7 +437,8 @@ def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -
     done = machine.run("launch.slurm", "--dry-run", "--nodes", "2", *AWKWARD, **image)
     sbatch, _, srun, _, node = done.stdout.splitlines()
     assert shlex.split(sbatch)[3:6] == ["sbatch", "--nodes", "2"]
-    assert {"--kill-on-bad-exit=1", "--container-image=image:1"} <= set(shlex.split(srun))
+    ours = {"--ntasks=2", "--overlap", "--kill-on-bad-exit=1", "--container-image=image:1"}
+    assert ours <= set(shlex.split(srun))
     assert f"{ROOT}:{ROOT}" in srun and "/data:/data" in srun
     assert shlex.split(node)[-len(AWKWARD) :] == list(AWKWARD)
     assert "NCCL_SOCKET_IFNAME" not in node, "of this machine, which is no node"

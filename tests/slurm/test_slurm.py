@@ -242,6 +242,16 @@ def test_a_job_that_never_made_a_step_fails_at_once(
     assert "launch: it failed before its first step" in job.log
 
 
+@pytest.mark.parametrize("around", ["salloc --nodes 2 --ntasks 4", "srun --nodes 1 --exclusive"])
+def test_a_node_has_one_task_whatever_the_job_was_asked_for(
+    cluster: SlurmCluster, machine: Machine, around: str
+) -> None:
+    """More tasks than nodes, or a step that has all of the job, as of srun --pty."""
+    more = {**stand_in(machine), "BURST_ENV": "/dev/null", "BURST_RANKS_PER_NODE": "2"}
+    said = cluster.run(*around.split(), LAUNCH, "--output", str(machine.folder / "out"), **more)
+    assert said.count(" iteration        1/") == int(around.split()[2])
+
+
 def test_a_cancelled_job_stays_cancelled_and_leaves_nothing(
     cluster: SlurmCluster, machine: Machine
 ) -> None:
