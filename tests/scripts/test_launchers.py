@@ -446,8 +446,10 @@ def test_a_dry_run_shows_sbatch_srun_and_what_runs_on_a_node(machine: Machine) -
 
 
 def test_in_a_job_it_starts_torchrun_on_every_node(machine: Machine) -> None:
-    """Whatever names the site's settings use; options may have their values behind a sign."""
-    (machine.folder / "env.sh").write_text("root=x output=x size=9 chain=yes; set -- x\n")
+    """Whatever the site's settings say; options may have their values behind a sign."""
+    (machine.folder / "env.sh").write_text(
+        "root=x output=x size=9 chain=yes BURST_MASTER=x; set -- x\n"
+    )
     machine.run("launch.slurm", "--output=out", "--nodes=2", *AWKWARD, **JOB)
     for rank, host in enumerate(("n1", "n2")):
         given = machine.arguments(host)

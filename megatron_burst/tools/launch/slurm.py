@@ -70,6 +70,5 @@ def run(args: argparse.Namespace) -> int:
 def _in_job(nodes: int, script: str, *given: str) -> subprocess.CompletedProcess[str]:
     """Let the script say what the job will start, or why it will start nothing."""
     job = {"SLURM_JOB_ID": "0", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": ""}
-    job["BURST_MASTER"] = os.environ.get("BURST_MASTER") or "FIRST_NODE"
     words, environment = ["bash", script, "--dry-run", *given], os.environ | job
     return subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True)
