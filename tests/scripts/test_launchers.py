@@ -542,6 +542,13 @@ def test_a_job_that_made_a_step_goes_into_the_queue_again(machine: Machine) -> N
     assert not (machine.folder / "out/status").exists()
 
 
+def test_a_job_that_cannot_go_into_the_queue_again_leaves_its_status(machine: Machine) -> None:
+    machine.put("scontrol", "if [[ $1 == show ]]; then echo n1; else exit 1; fi")
+    machine.training(f"echo '{ITERATION}'", "exit 7")
+    machine.run("launch.slurm", "--output", "out", expect=7, **JOB)
+    assert machine.text("out/status") == "7\n"
+
+
 CHAIN = ("--output", "out", "--chain", "--save=s", "--load=s", "--save-interval=9")
 
 
@@ -570,6 +577,7 @@ while :; do sleep 0.1; done
     assert "saved" in machine.text("out/log.txt")
     assert ("scontrol requeue 42" in machine.text("slurm.log")) == bool(steps)
     assert machine.text("out/chained").count("42") == 5 + steps
+    assert machine.text("out/status") == ("" if steps else "2\n")
     assert "--exit-signal-handler --exit-signal SIGUSR1" in machine.text("slurm.log")
     wanted = "its time is nearly over" if steps else "its time was over before its first step"
     assert wanted in out
