@@ -224,6 +224,12 @@ signal.pause()'
     assert (job.returncode, "saved" in out) == (0, True), out
 
 
+def test_a_warning_before_a_node_is_ready_ends_nothing(machine: Machine) -> None:
+    warned = "if [[ $* == *launch* ]]; then kill -USR1 $$; fi"
+    machine.put("python-of-training", f'{warned}; exec "$REAL_PYTHON" "$@"')
+    machine.run("lib/launch", "node", "--dry-run", "--output", "out")
+
+
 # ---- settings of the site
 
 
