@@ -68,8 +68,8 @@ prove() {
     for script in "${scripts[@]}"; do
         pattern=()
         [[ $script == pretrain_gpt.py ]] || pattern=(--hybrid-layer-pattern "*-*-")
-        log=$(cd -- "$megatron" && MEGATRON_BURST_CPU=1 "$python" -m torch.distributed.run --standalone \
-            --nproc-per-node 1 "$script" "${flags[@]}" "${pattern[@]}" 2>&1) || true
+        log=$(cd -- "$megatron" && MEGATRON_BURST_CPU=1 "$python" -m torch.distributed.run \
+            --local-addr localhost --standalone --nproc-per-node 1 "$script" "${flags[@]}" "${pattern[@]}" 2>&1) || true
         for sign in "${signs[@]}"; do
             [[ $log == *"$sign"* ]] && continue
             tail -n 30 <<<"$log" >&2

@@ -84,7 +84,7 @@ def test_flags_arrive_as_they_were_given_and_a_run_leaves_what_it_was(machine: M
     flags = ("--run", "toy", "--output", "out", *AWKWARD, "--", "--run", "x")
     machine.run("launch_local.sh", *flags)
     given = machine.arguments()
-    assert given[:3] == ["-m", "torch.distributed.run", "--standalone"]
+    assert given[:5] == ["-m", "torch.distributed.run", *site.ONE_MACHINE]
     start = given.index("megatron_burst.pretrain") + 1
     assert given[start:] == [
         *("--flight-recorder-dump-path", str(machine.folder / "out/flight-recorder-rank-")),
@@ -241,9 +241,9 @@ def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machi
     variables = machine.variables()
     assert variables["NCCL_DEBUG"] == "INFO" and variables["GLOO_SOCKET_IFNAME"] == "theirs"
     assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert machine.arguments()[4] == "2"
+    assert machine.arguments()[6] == "2"
     machine.run("launch_local.sh", "--output", "out", "--ranks-per-node", "3")
-    assert machine.arguments()[4] == "3"
+    assert machine.arguments()[6] == "3"
 
 
 def test_an_env_file_changes_the_variables_that_it_says(
@@ -293,6 +293,18 @@ def test_every_rank_has_a_log_and_its_lines_have_its_number(machine: Machine) ->
         (file,) = (machine.folder / "out").glob(f"node-0/*/attempt_0/{rank}/stdout.log")
         assert file.read_text() == "hello\n"
         assert f"[rank {rank}]: hello\n" in machine.text("out/log.txt")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="no root")
+def test_a_machine_whose_own_name_has_no_address_starts_its_ranks(machine: Machine) -> None:
+    (machine.folder / "hello.py").write_text("print('hello')\n")
+    words = [str(SCRIPTS / "launch_local.sh"), "--script", "hello.py", "--output", "out"]
+    line = f"hostname no-such-name.invalid; exec {shlex.join(words)}"
+    more = {"BURST_PYTHON": sys.executable, "MEGATRON_BURST_CPU": "1"}
+    environment = machine.environment | more
+    command = ["unshare", "--uts", "sh", "-c", line]
+    subprocess.run(command, cwd=machine.folder, env=environment, timeout=100, check=True)
 
 
 def test_the_fastest_active_nics_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class Series:
         """Return the command line of a variant."""
         launcher = [*self.launcher]
         if self.starts_here(variant):
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            launcher = [sys.executable, "-m", "torch.distributed.run", *site.ONE_MACHINE]
             launcher += ["--nproc-per-node", str(variant.ranks)]
         return [
             *launcher,

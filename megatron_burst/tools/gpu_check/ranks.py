@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_burst.tools.gpu_check.stage import Check, Device, at_most
+from megatron_burst.tools.launch.site import ONE_MACHINE
 from megatron_burst.transport.nccl import loaded
 
 REMEDY = "set what is chosen; where results are wrong, train with --context-parallel-algo megatron"
@@ -40,9 +41,9 @@ def check(device: Device) -> Iterator[Check]:
         if why_not:
             yield Check("NCCL", f"left out: {why_not}")
         backend, shared = ("gloo", {}) if why_not else (backend, _SHARING)
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m".split()
+    torchrun = "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(ranks)
     module = f"{__package__}.one_of_ranks"
-    command = [sys.executable, *torchrun, module, device.device.type, backend]
+    command = [sys.executable, *torchrun, "-m", module, device.device.type, backend]
 
     def run(name: str, margin: str, settings: Mapping[str, str], *more: str) -> Any:
         device.say(f"{ranks} ranks over {backend}, {name}")

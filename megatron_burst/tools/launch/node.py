@@ -100,7 +100,7 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _torchrun(args: argparse.Namespace, ranks: str) -> list[str]:
-    meeting = ["--standalone"]
+    meeting = [*site.ONE_MACHINE]
     if args.nodes > 1:
         meeting = ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
         meeting += ["--master-addr", args.master, "--master-port", str(args.port)]

@@ -21,6 +21,8 @@ from megatron_burst.transport import lock
 ROOT = Path(__file__).resolve().parents[3]
 CHECKOUT = (ROOT / "pyproject.toml").exists()  # and not an installed wheel
 LAUNCH = ("-m", "megatron_burst.tools.launch")  # `megatron_burst launch` wants rich
+# Of torchrun: else it meets at the machine's own name, and waits where that has no address.
+ONE_MACHINE = ("--local-addr", "localhost", "--standalone")
 FOR_NODES = re.compile(r"(BURST|MEGATRON_BURST|NCCL|GLOO|CUDA|OMP|TORCH|PYTORCH|NVTE)_")
 ANYWHERE = "198.51.100.1"  # kept for documentation: the way to it is the default route
 
