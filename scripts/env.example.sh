@@ -42,8 +42,8 @@
 # ---- network --------------------------------------------------------------------------------------------
 # The device for meeting, for gloo, and for NCCL where there is no InfiniBand. Default: the one by
 # which the first node is reached, found on every node by itself. Set it if that is the slow
-# management network; a name's beginning (eth) stands for all such devices.
-# : "${NCCL_SOCKET_IFNAME:=eth0}" "${GLOO_SOCKET_IFNAME:=eth0}"
+# management network; to NCCL a name's beginning (eth) means all such devices, =eth0 that one.
+# : "${NCCL_SOCKET_IFNAME:==eth0}" "${GLOO_SOCKET_IFNAME:=eth0}"
 # The InfiniBand or RoCE NICs for NCCL. Default: all active ports of the highest rate, so that a NIC
 # for storage is not used.
 # : "${NCCL_IB_HCA:==mlx5_0:1,mlx5_1:1}"

@@ -327,7 +327,9 @@ def test_the_fastest_active_nics_are_found(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "infiniband" / "mlx5_3" / "ports" / "2" / "rate").unlink()
     assert hardware.fastest_ports(tmp_path) == {"mlx5_0:1": 400.0}
     monkeypatch.setattr(hardware, "SYSFS", tmp_path / "nothing")
-    assert "NCCL_IB_HCA" not in site.network_settings("here")
+    monkeypatch.setattr(site, "device_towards", lambda _: "bond0")  # and none of bond0.100
+    expected = {"NCCL_SOCKET_IFNAME": "=bond0", "GLOO_SOCKET_IFNAME": "bond0"}
+    assert site.network_settings("localhost") == expected
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")

@@ -64,11 +64,12 @@ def defaults(flags: Sequence[str]) -> dict[str, str]:
 
 def network_settings(master: str) -> dict[str, str]:
     """Return the settings that the environment lacks; `master` is the first node."""
-    device = device_towards(master)
-    settings = {"NCCL_SOCKET_IFNAME": device, "GLOO_SOCKET_IFNAME": device}
+    settings = dict[str, str]()
+    if device := device_towards(master):  # NCCL takes a name alone for the beginning of names
+        settings = {"NCCL_SOCKET_IFNAME": f"={device}", "GLOO_SOCKET_IFNAME": device}
     if ports := hardware.fastest_ports(hardware.SYSFS):
         settings["NCCL_IB_HCA"] = f"={','.join(ports)}"
-    return {name: value for name, value in settings.items() if value and not os.environ.get(name)}
+    return {name: value for name, value in settings.items() if not os.environ.get(name)}
 
 
 def device_towards(host: str) -> str:
