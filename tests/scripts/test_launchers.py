@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -330,6 +331,17 @@ def test_the_fastest_active_nics_are_found(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(site, "device_towards", lambda _: "bond0")  # and none of bond0.100
     expected = {"NCCL_SOCKET_IFNAME": "=bond0", "GLOO_SOCKET_IFNAME": "bond0"}
     assert site.network_settings("localhost") == expected
+
+
+def test_a_first_node_without_an_address_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun says so when its time limit is over."""
+    unknown = socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
+    site.network_settings("n7")
+    said = "launch: the ranks wait until the first node, n7, has an address here: "
+    assert capfd.readouterr().err.startswith(said)
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="no ip of iproute2")

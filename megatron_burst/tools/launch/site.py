@@ -64,6 +64,10 @@ def defaults(flags: Sequence[str]) -> dict[str, str]:
 
 def network_settings(master: str) -> dict[str, str]:
     """Return the settings that the environment lacks; `master` is the first node."""
+    try:
+        socket.getaddrinfo(master, None)
+    except OSError as error:
+        say(f"the ranks wait until the first node, {master}, has an address here: {error}")
     settings = dict[str, str]()
     if device := device_towards(master):  # NCCL takes a name alone for the beginning of names
         settings = {"NCCL_SOCKET_IFNAME": f"={device}", "GLOO_SOCKET_IFNAME": device}
