@@ -44,6 +44,12 @@ def test_every_target_exists() -> None:
         cpu_platform.resolve(target)
 
 
+def test_the_page_has_every_target() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design" / "cpu.md").read_text()
+    names = {target.rpartition(":")[2].removeprefix("Tensor.") for target in STAND_INS}
+    assert not [name for name in names if name not in page]
+
+
 @pytest.mark.parametrize("target", ["torch.cuda:no_such_name", "megatron.core.nowhere:name"])
 def test_a_target_that_does_not_exist_is_named(target: str) -> None:
     with pytest.raises((AttributeError, ImportError), match=target.split(":")[0]):
