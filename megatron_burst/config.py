@@ -113,14 +113,14 @@ class BurstConfig(FlagConfig):
     """Settings of BurstAttention; the same names, without prefix, as the command-line flags.
 
     Raises:
-        ValueError: a value is unknown, or not built in this version; the message lists what is.
+        ValueError: values are unknown, not positive, without effect, or do not go together.
     """
 
     algorithm: Algorithm = field(
         default=Algorithm.BURST, metadata={"flag": "--context-parallel-algo"}
     )
-    """Which context parallelism runs attention. burst: ours, a ring whose backward sends whatever
-    is cheaper, hierarchical where the ranks are spread over nodes. Baselines on the same kernels:
+    """Which context parallelism runs attention. burst: ours, a ring whose backward sends what is
+    faster, hierarchical where the ranks are spread over nodes. Baselines on the same kernels:
     ring: K/V circulate in forward and backward on one flat ring (with --burst-topology double the
     DoubleRing); allgather: all K and V arrive before anything is computed; ulysses: heads are
     sharded instead of tokens. The flag alone selects our core attention, at a context-parallel size

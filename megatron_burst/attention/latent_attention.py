@@ -45,8 +45,7 @@ def latent_ring_attention(
         out, [batch, local tokens, heads, dv] in q's dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no kernel can serve them.
-        CommunicationError: a peer died or took longer than the time limit.
+        ValueError, TypeError, CommunicationError: as `ring_attention` does.
     """
     check_context(context)
     with context.agreed.told("latent attention"):
