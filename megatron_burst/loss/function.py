@@ -214,7 +214,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, parts: int) -> None:
         )
     if 0 in weight.shape:
         raise ValueError(f"the weight {tuple(weight.shape)} is empty")
-    if targets.is_floating_point():
+    if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"targets are {targets.dtype}, not integers")
     whole = list(hidden.shape[:-1])
     if parts > 1 and whole:

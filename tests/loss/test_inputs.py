@@ -40,6 +40,7 @@ TARGETS = torch.zeros(2, 3, dtype=torch.long)
         ({"weight": torch.zeros(10, 5)}, r"hidden \(2, 3, 4\) does not fit weight \(10, 5\)"),
         ({"weight": torch.zeros(4)}, r"hidden \(2, 3, 4\) does not fit weight \(4,\)"),
         ({"targets": TARGETS.float()}, "targets are torch.float32, not integers"),
+        ({"targets": TARGETS > 1}, "targets are torch.bool, not integers"),
         ({"targets": TARGETS.to("meta")}, "hidden is on cpu, weight on cpu, targets on meta: give"),
         ({"weight": WEIGHT.to("meta")}, "hidden is on cpu, weight on meta, targets on cpu: give"),
         ({"targets": TARGETS.t()}, r"targets \(3, 2\) do not fit hidden \(2, 3, 4\)"),
