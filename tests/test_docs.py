@@ -70,6 +70,13 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     assert len(README.splitlines()) <= 200
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_prose_have_at_most_120_columns(page: str) -> None:
+    made = r"^```.*?^```|^<!-- .*?^<!-- end.*?$"  # code, and what scripts write
+    lines = re.sub(made, "", (ROOT / page).read_text(), flags=re.M | re.S).splitlines()
+    assert not [line for line in lines if len(line) > 120 and line[0] not in "|!["]
+
+
 def words(*files: Path) -> int:
     """As `wc -w` counts: the bars of tables, too."""
     return sum(len(file.read_text().split()) for file in files)
