@@ -53,9 +53,9 @@ def size_or_auto(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def wrong_fraction(fraction: float | None) -> Iterator[str]:
-    """Yield what is wrong with the share that is recomputed, if it is given."""
-    if fraction is not None and not 0 <= fraction <= 1:
+def wrong_fraction(fraction: float) -> Iterator[str]:
+    """Yield what is wrong with the share that is recomputed."""
+    if not 0 <= fraction <= 1:
         yield f"--recompute-attention-fraction is within 0 and 1, got {fraction}"
 
 
@@ -218,7 +218,8 @@ class BurstConfig(FlagConfig):
                 f"--burst-layout {self.layout} looks at documents alone: drop --burst-block-mask, "
                 f"or take --burst-layout {LayoutName.SEGMENTED_ZIGZAG}"
             )
-        yield from wrong_fraction(self.recompute_fraction)
+        if self.recompute_fraction is not None:
+            yield from wrong_fraction(self.recompute_fraction)
         yield from self._without_effect()
 
     @property

@@ -248,3 +248,5 @@ def test_a_fraction_beyond_0_and_1_is_refused(fraction: float) -> None:
     for make in (AttentionMemory, lambda f: BurstConfig(recompute_fraction=f)):
         with pytest.raises(ValueError, match=f"within 0 and 1, got {fraction}"):
             make(fraction)
+    with pytest.raises(TypeError):  # here and now, not in a call that the other ranks take
+        AttentionMemory(None)  # type: ignore[arg-type]
