@@ -412,7 +412,7 @@ def test_a_block_mask_is_read_and_must_divide_the_sequence(tmp_path: Path) -> No
     text = refusal(BURST + f"--burst-block-mask {saved_mask(tmp_path, 7)}")
     assert "32 tokens do not divide into the block mask's 7 blocks" in text
     assert "--seq-length or --burst-block-mask" in text
-    assert "cannot be read" in refusal(BURST + f"--burst-block-mask {tmp_path}/no.npy")
+    assert "no.npy: [Errno 2] No such" in refusal(BURST + f"--burst-block-mask {tmp_path}/no.npy")
     text = refusal(f"--burst-block-mask {saved_mask(tmp_path, 8)}")
     assert "has no effect under --context-parallel-algo megatron" in text
 

@@ -136,7 +136,7 @@ def test_a_file_that_holds_no_block_mask(tmp_path: Path, content: Any, message: 
         file.write_bytes(content)
     elif content is not None:
         numpy.save(file, content)
-    with pytest.raises(ValueError, match=f"--burst-block-mask {file} cannot be read: .*{message}"):
+    with pytest.raises(ValueError, match=f"--burst-block-mask {file}: .*{message}"):
         load_block_mask(str(file))
 
 

@@ -19,5 +19,5 @@ def load_block_mask(file: str) -> Tensor:
         table = torch.from_numpy(numpy.load(Path(file), allow_pickle=False))
         Mask.full(block_table=table)  # which refuses another
     except Exception as error:  # whatever parsing a garbled header brings
-        raise ValueError(f"--burst-block-mask {file} cannot be read: {error}") from error
+        raise ValueError(f"--burst-block-mask {file}: {error}") from error
     return table
