@@ -21,7 +21,8 @@ def request_of(args: Namespace, config: BurstConfig, target: Target) -> Request:
     """
     flags = flags_of(vars(args))
     heads, mask = heads_of(flags), Mask.causal(window=window_of(flags))
-    layout = make_layout(config, args.seq_length, args.context_parallel_size)
+    tokens = args.seq_length or args.encoder_seq_length  # either is Megatron's
+    layout = make_layout(config, tokens, args.context_parallel_size)
     return Request(
         target.device,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32,

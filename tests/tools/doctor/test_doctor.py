@@ -64,6 +64,12 @@ def test_a_command_line_that_runs_on_a_cluster(judged: Judged, pattern: str) -> 
     assert taken == "cudnn"
 
 
+def test_a_length_by_the_flag_of_encoders(judged: Judged) -> None:
+    line = [word.replace("--seq-length", "--encoder-seq-length") for word in LINE]
+    status, report = judged(*TORCHRUN, *line)
+    assert status == 0 and report["kernels"], report["findings"]
+
+
 def test_the_data_of_a_cluster_need_not_be_here(judged: Judged) -> None:
     burst = [flag for flag in BURST if flag != "--mock-data"]
     data = ["--data-path", "/not/here/corpus"]
