@@ -16,7 +16,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from inspect import unwrap
 from pathlib import Path
 from unittest.mock import patch
@@ -27,8 +26,6 @@ from megatron_burst.plugin import attachment_points, compat
 from megatron_burst.plugin.arguments import check_ranks, parallel_sizes
 from megatron_burst.plugin.settings import burst_config_from_args
 from megatron_burst.tools.doctor.launch_line import OUR_ENTRIES, LaunchLine, Target
-
-_FUSIONS = "apply_rope_fusion", "moe_permute_fusion"  # for which Megatron wants TransformerEngine
 
 
 @dataclass(slots=True)
@@ -145,6 +142,8 @@ def _reasons(text: str) -> list[str]:
 
 def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Parsed) -> None:
     """Make the model's configuration, which checks what the parser does not."""
+    from megatron.core.transformer.transformer_block import HAVE_TE
+
     from megatron_burst.plugin import pretraining
     from megatron_burst.plugin.refusals import refusals
 
@@ -154,11 +153,13 @@ def _build_configs(line: LaunchLine, args: Namespace, target: Target, parsed: Pa
     if args.vocab_size is None and args.padded_vocab_size is None and reads_vocabulary:
         # A training builds the tokenizer first; any size will do here.
         args.padded_vocab_size = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    if target.is_cluster and find_spec("transformer_engine") is None:
-        absent = [name for name in _FUSIONS if getattr(args, name)]
+    if target.is_cluster and not HAVE_TE:
+        fusions = ["apply_rope_fusion"] * (not args.multi_latent_attention)  # its own is Triton's
+        fusions += ["moe_permute_fusion"]
+        absent = [name for name in fusions if getattr(args, name)]
         vars(args).update(dict.fromkeys(absent, False))
         if absent:
-            parsed.absent = f"TransformerEngine is not installed here: {' and '.join(absent)} "
+            parsed.absent = f"TransformerEngine does not load here: {' and '.join(absent)} "
             parsed.absent += "not checked"
     model_config = pretraining.model_config(args)
     if parsed.config is not None:

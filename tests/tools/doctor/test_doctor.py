@@ -80,15 +80,20 @@ def test_the_data_of_a_cluster_need_not_be_here(judged: Judged) -> None:
 
 
 def test_a_cluster_may_have_the_transformer_engine_that_is_not_here(
-    judged: Judged, monkeypatch: pytest.MonkeyPatch
+    judged: Judged, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(parsing, "find_spec", lambda _: None)
+    """Or is, and cannot be imported without a GPU."""
+    monkeypatch.setattr("megatron.core.transformer.transformer_block.HAVE_TE", False)
+    (tmp_path / "transformer_engine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     experts = ["--num-experts", "4", "--moe-permute-fusion"]
     words = ["python", "pretrain_gpt.py", *MODEL, *BURST[2:], *CP16, *experts]
     status, report = judged(*words)
     assert status == 0 and of_level(report, "note") == ["not-here"], report["findings"]
     _, report = judged(*words, "--reset-position-ids")
     assert "idle-positions" in of_level(report, "wrong"), "what comes later is found, too"
+    _, report = judged(*words, "--multi-latent-attention", "--rope-type", "rope")
+    assert any("only works with YARN" in text for text in texts(report, level="error"))
 
 
 def test_a_model_that_a_checkpoint_describes(judged: Judged, tmp_path: Path) -> None:
