@@ -37,13 +37,16 @@ def set_cpu_defaults(parser: argparse.ArgumentParser) -> None:
 # What works is what is off, but for these.
 _WORKING: Mapping[str, tuple[Any, ...]] = {
     "transformer_impl": ("local",),
+    "distributed_backend": ("gloo",),
     "cuda_graph_impl": ("none",),
     "no_persist_layer_norm": (True,),
     "moe_token_dispatcher_type": ("allgather", "alltoall"),
 }
 _NO_GRAPHS, _LAYERS_OF_TE = "there are no CUDA graphs", "it asks for TransformerEngine's layers"
+_OF_TE, _HERE = "it is TransformerEngine's", "memory is the CPU's already"
 CPU_LIMITS = with_remedies(
     transformer_impl="TransformerEngine needs a GPU: pass --transformer-impl local",
+    distributed_backend="NCCL needs a GPU: pass --distributed-backend gloo",
     fp8="FP8 kernels need a GPU: drop --fp8-format, use --bf16 or float32",
     cuda_graph_impl=_NO_GRAPHS,
     enable_cuda_graph=_NO_GRAPHS,
@@ -55,9 +58,15 @@ CPU_LIMITS = with_remedies(
     no_persist_layer_norm="its kernel is Apex's: pass --no-persist-layer-norm",
     nccl_ub="NCCL needs a GPU: drop --use-nccl-ub",
     use_sharp="NCCL needs a GPU",
-    optimizer_cpu_offload="memory is the CPU's already",
+    tp_comm_overlap=_OF_TE,
+    cpu_offloading_num_layers=_HERE,
+    fine_grained_activation_offloading=_HERE,
+    optimizer_cpu_offload=_HERE,
+    use_precision_aware_optimizer=_OF_TE,
+    moe_permute_fusion=_OF_TE,
+    moe_router_fusion=_OF_TE,
     moe_token_dispatcher_type="its kernels need a GPU: use alltoall",
-    mla_down_proj_fusion="it is TransformerEngine's",
+    mla_down_proj_fusion=_OF_TE,
     batch_invariant_mode="its kernels are Triton's",
     mamba_training_ssm_states_dtype="the states are float32 here",
     nvtx_ranges="it marks ranges for CUDA's profiler",

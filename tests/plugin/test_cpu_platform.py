@@ -162,6 +162,7 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
     ("flags", "message"),
     [
         ("--transformer-impl transformer_engine", "--transformer-impl local"),
+        ("--distributed-backend nccl", "--distributed-backend gloo"),
         ("--fp8-format e4m3", "drop --fp8-format"),
         ("--moe-token-dispatcher-type flex", "use alltoall"),
         ("--profile", "--use-pytorch-profiler"),
