@@ -194,9 +194,9 @@ def _megatrons_chunks(args: Namespace) -> Iterator[Finding]:
     chunks = getattr(args, "mlp_chunks_for_training", 1) or 1
     if chunks > 1 and args.recompute_granularity == "full":
         text = (
-            f"--mlp-chunks-for-training {chunks} saves a third under full recompute, for autograd "
-            "keeps every chunk of the replay: the backward of an 8B layer's MLP holds 23 times "
-            "the layer's input with 4 chunks, 33 without, and 11 with --mlp-chunks"
+            f"--mlp-chunks-for-training {chunks} saves a fifth under full recompute, for autograd "
+            "keeps every chunk of the replay: the backward of an 8B layer's MLP holds 21 times "
+            "the layer's input with 4 chunks, 26 without, and 12 with --mlp-chunks"
         )
         yield Finding("megatrons-chunks", _WARNING, text, "--mlp-chunks auto in its place")
 
