@@ -90,11 +90,17 @@ def sharding_refusals(args: Any) -> Iterator[str]:
             "which --use-megatron-fsdp shards, and its first step ends with an error: drop one of "
             "them"
         )
-    if getattr(args, "use_torch_fsdp2", False) and args.calculate_per_token_loss:
+    is_fsdp2 = getattr(args, "use_torch_fsdp2", False)
+    if is_fsdp2 and args.calculate_per_token_loss:
         yield (
             "calculate_per_token_loss = True: Megatron scales no gradient under --use-torch-fsdp2, "
             "which are then larger by the number of tokens: drop --calculate-per-token-loss, or "
             "take --use-megatron-fsdp"
+        )
+    if is_fsdp2 and args.load and not (args.no_load_optim or args.finetune or args.skip_train):
+        yield (
+            "use_torch_fsdp2 = True: Megatron loads no step of Adam: torch's ends with a KeyError, "
+            "others count from 1 again: add --no-load-optim, or take --use-megatron-fsdp"
         )
     if args.use_megatron_fsdp and args.swiglu and args.save and not (args.bf16 or args.fp16):
         yield (

@@ -510,6 +510,7 @@ OURS = BURST, "--lm-head-loss chunked ", "--mlp-chunks auto "
         ("--use-megatron-fsdp --optimizer-cpu-offload", "its first step ends with an error: drop"),
         ("--use-megatron-fsdp --swiglu --save=there", "cannot save them in float32"),
         ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
+        ("--use-torch-fsdp2 --load=there", "loads no step of Adam"),
     ],
 )
 def test_what_fails_in_megatron_beside_sharded_weights_is_refused(
