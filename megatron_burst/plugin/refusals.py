@@ -107,6 +107,11 @@ def sharding_refusals(args: Any) -> Iterator[str]:
             "use_megatron_fsdp = True, swiglu = True: Megatron cannot save them in float32, its "
             "first save ends with an error: add --bf16, or drop --save or one of them"
         )
+    if args.ckpt_format == "torch_dcp" and (args.save or args.load):
+        yield (
+            "ckpt_format = torch_dcp: Megatron (0.19, main d98e8a64) can save but not load it, its "
+            "optimizer knows no is_loading: take --ckpt-format torch_dist"
+        )
 
 
 def documents_flag(args: Any) -> str | None:

@@ -511,6 +511,7 @@ OURS = BURST, "--lm-head-loss chunked ", "--mlp-chunks auto "
         ("--use-megatron-fsdp --swiglu --save=there", "cannot save them in float32"),
         ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
         ("--use-torch-fsdp2 --load=there", "loads no step of Adam"),
+        ("--ckpt-format=torch_dcp --save=there", "can save but not load it"),
     ],
 )
 def test_what_fails_in_megatron_beside_sharded_weights_is_refused(
