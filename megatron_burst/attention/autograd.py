@@ -132,8 +132,8 @@ def ring_attention(
         ValueError: shapes or dtypes do not fit, the soft cap is not positive, the scale not finite,
             no kernel can serve them, or another rank was asked for something else, takes another
             plan or kernel, or cannot: see docs/troubleshooting.md.
-        TypeError: the context or the mask is none, a tensor a DTensor, or a number a tensor that
-            asks for a gradient.
+        TypeError: the context, the mask or the layout is none, a tensor a DTensor, or a number a
+            tensor that asks for a gradient.
         CommunicationError: a peer died or took longer than the time limit, or an earlier call of
             this context failed.
     """
