@@ -6,7 +6,6 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.kernels.in_triton import triton_kernels
@@ -15,7 +14,7 @@ from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
 from megatron_burst.loss.loops import Head, LinearCrossEntropy
-from megatron_burst.loss.tokens import Spread, is_captured
+from megatron_burst.loss.tokens import Spread, is_unreadable
 from megatron_burst.loss.vocabulary import Vocabulary
 
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -154,7 +153,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
     keeps = call.weights is not None and weight.dtype != torch.float16 and targets.numel() > 0
     keeps &= not call.entropy
     keeps &= torch.is_grad_enabled() and (hidden.requires_grad or sums is not None)
-    keeps = keeps and not is_captured(weight) and call.keeper.takes()
+    keeps = keeps and not is_unreadable(weight) and call.keeper.takes()
     sizes = Sizes(
         tokens=targets.numel(),
         vocabulary=weight.shape[0],
@@ -180,7 +179,7 @@ def _compare(weight: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
 
     The host waits.
     """
-    if weight.is_meta or isinstance(weight, FakeTensor) or is_captured(weight):
+    if is_unreadable(weight):
         return
     given = weight.new_tensor([weight.shape[0], targets.numel(), 0], dtype=torch.int64)
     given[2] = targets.sum()

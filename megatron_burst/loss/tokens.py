@@ -62,9 +62,9 @@ class Spread:
         """Return those tokens that are `chosen` [parts, tokens of a part].
 
         Every part gives as many: where it has fewer, others after them. The host waits for the
-        device, so all are taken in a CUDA graph, and of tensors without values.
+        device, so all are taken where it cannot read.
         """
-        if hidden.is_meta or isinstance(chosen, FakeTensor) or is_captured(hidden):
+        if is_unreadable(chosen):
             return Hidden(hidden), None
         most = int(chosen.sum(1).max())
         if most == chosen.shape[1]:
@@ -151,8 +151,10 @@ class HiddenGradient:
             self._under_way = None
 
 
-def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is made, in which no host can wait for the device."""
+def is_unreadable(x: Tensor) -> bool:
+    """Whether it has no values, or a CUDA graph is made, in which no host waits for the device."""
+    if x.is_meta or isinstance(x, FakeTensor):
+        return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.loss.call import Call
+from megatron_burst.loss.tokens import is_unreadable
 
 LOSS_OUTSIDE = 1e30
 """Of a target outside the vocabulary: a loss mask of 0 makes it 0, and nobody overlooks it."""
@@ -59,7 +60,7 @@ class Vocabulary:
             ValueError: instead of NaN on the CPU, where looking costs nothing.
         """
         lost = ~where.known & (grad != 0)
-        if lost.device.type == "cpu" and lost.any():
+        if lost.device.type == "cpu" and not is_unreadable(lost) and lost.any():
             raise ValueError(
                 f"target {int(targets[lost][0])} is outside the vocabulary of "
                 f"{self.size} rows, and its loss counts: mask it, or give it ignore_index"

@@ -1,11 +1,13 @@
 """What linear_cross_entropy refuses, and with which words. (fast tier)"""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_burst import linear_cross_entropy
 
@@ -86,6 +88,17 @@ def test_a_target_outside_the_vocabulary_is_an_error_where_its_loss_counts(targe
     assert loss[1, 0] > 1e29 and (loss < 1e29).sum() == 5
     with pytest.raises(ValueError, match=f"target {target} is outside the vocabulary of 10 rows"):
         loss.sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_tensors_without_values_have_gradients_without(device: str, reduction: str) -> None:
+    """As when the memory of a step is counted."""
+    with FakeTensorMode() if device == "cpu" else nullcontext():
+        hidden, weight = (torch.empty(9, 4, device=device, requires_grad=True) for _ in range(2))
+        targets = torch.zeros(9, dtype=torch.long, device=device)
+        linear_cross_entropy(hidden, weight, targets, reduction=reduction).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
 
 
 class OnAGpu(torch.Tensor):
