@@ -176,6 +176,8 @@ def test_only_the_distributed_optimizer_is_sharded() -> None:
     sharded = workload_of(single, machine, 16)
     whole = workload_of({**single, "use-distributed-optimizer": False}, machine, 16)
     assert (sharded.sharded, whole.sharded) == (True, False)
+    wide = workload_of({**FLAGS, "use-distributed-optimizer": False}, machine, 16)
+    assert memory.predict(wide).optimizer == 12 * wide.model.parameters
     optimizers = [memory.predict(load).optimizer for load in (sharded, whole)]
     assert optimizers[1] == pytest.approx(16 * optimizers[0])
     assert step.weights_seconds(whole, 0.0) > step.weights_seconds(sharded, 0.0)
@@ -366,6 +368,8 @@ UNRANKED = """\
     12 GPUs are not hosts of 8 each
 --run toy -- --optimizer-cpu-offload --no-use-distributed-optimizer
     Megatron wants --use-distributed-optimizer
+--model llama3_8b --cluster h100 --gpus 8 --seq-length 8k -- --no-use-distributed-optimizer
+    --grad-reduce-in-bf16 without --use-distributed-optimizer cannot be predicted
 --run masks-documents
     the mean length of a document: give plan --documents N
 """
