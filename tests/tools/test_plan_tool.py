@@ -370,6 +370,8 @@ UNRANKED = """\
     Megatron wants --use-distributed-optimizer
 --model llama3_8b --cluster h100 --gpus 8 --seq-length 8k -- --no-use-distributed-optimizer
     --grad-reduce-in-bf16 without --use-distributed-optimizer cannot be predicted
+--run toy -- --moe-layer-recompute
+    --moe-layer-recompute True cannot be predicted here: it is --recompute-granularity selective
 --run masks-documents
     the mean length of a document: give plan --documents N
 """

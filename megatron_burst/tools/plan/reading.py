@@ -38,6 +38,7 @@ _REFUSED = {
     "fine-grained-activation-offloading": "what it moves is not counted",
     "window-attn-skip-freq": "layers with and without a window are not told apart",
     "moe-latent-size": "experts of another width are not counted",
+    "moe-layer-recompute": "it is --recompute-granularity selective --recompute-modules moe",
     "moe-use-legacy-grouped-gemm": "grouped GEMM alone is",
 }
 _MODELLED = {  # the values that can be predicted
