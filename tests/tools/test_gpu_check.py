@@ -172,6 +172,14 @@ def other_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **more: linear_cross_entropy(*args, z_loss=0.01, **more)
 
 
+def other_last_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def losses(*args: Any, **more: Any) -> Tensor:
+        every = linear_cross_entropy(*args, **more)
+        return torch.cat([every[:-1], 1.5 * every[-1:]]) if every.dim() else every
+
+    return losses
+
+
 def all_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **_: loss.all_logits(*args, reduction="none")
 
@@ -193,6 +201,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "the host waits": ("tiles", PartialOutputs, "accumulate", waits),
     "more memory": ("memory", CpuKernel, "forward", hoards),
     "another loss": ("loss", loss, "linear_cross_entropy", other_loss),
+    "another loss of the last token": ("loss", loss, "linear_cross_entropy", other_last_loss),
     "a loss of all logits": ("loss", loss, "linear_cross_entropy", all_at_once),
     "saved rows in another order": ("recompute", SavedRows, "put", other_rows),
     "a leak": ("recompute", AttentionMemory, "save", leaks),
