@@ -57,8 +57,8 @@ def test_every_setting_is_tried_and_the_best_is_chosen(
     tried = []
 
     def finished(words: list[str], settings: dict[str, str]) -> Any:
-        assert words[5] == "8" and words[8:10] == ["cuda", "nccl"]
-        tried.append((*words[10:], *settings.items()))
+        assert words[7] == "8" and words[10:12] == ["cuda", "nccl"]
+        tried.append((*words[12:], *settings.items()))
         if settings.get("NCCL_CGA_CLUSTER_SIZE"):
             return "", "cluster refused"
         layer = LAYER | {"layer": 3e-3 if settings == {"NCCL_MAX_CTAS": "8"} else 4e-3}
@@ -103,13 +103,13 @@ def test_one_gpu_says_which_nccl_serves_it(node: Device, monkeypatch: pytest.Mon
     said += ": LD_PRELOAD its libnccl.so.2"
     assert (why.found, why.passed) == (said, True)
     assert not wrong.passed and wrong.name.startswith("4 ranks over gloo, x: 1 cases")
-    assert given.pop()[0][9] == "gloo" and settings.found.startswith("not timed")
+    assert given.pop()[0][11] == "gloo" and settings.found.startswith("not timed")
     assert ranks.refusal(2, 1, (2, 30, 7)) == ""
     assert ranks.refusal(4, 1, (2, 30, 7)) == "NCCL 2.30.7 takes two ranks on a GPU"
     monkeypatch.setattr(ranks, "loaded", lambda: (2, 31, 1))
     *_, settings = ranks.check(replace(node, ranks=2))
     ((words, environment),) = given
-    assert words[9] == "nccl" and settings.found.startswith("not timed")
+    assert words[11] == "nccl" and settings.found.startswith("not timed")
     assert environment == {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
 
 
