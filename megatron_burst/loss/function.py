@@ -14,7 +14,7 @@ from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
 from megatron_burst.loss.loops import Head, LinearCrossEntropy
-from megatron_burst.loss.tokens import Spread, is_unreadable
+from megatron_burst.loss.tokens import Spread, is_captured, is_unreadable
 from megatron_burst.loss.vocabulary import Vocabulary
 
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -153,7 +153,7 @@ def apply(hidden: Tensor, weight: Tensor, targets: Tensor, call: Call) -> tuple[
     keeps = call.weights is not None and weight.dtype != torch.float16 and targets.numel() > 0
     keeps &= not call.entropy
     keeps &= torch.is_grad_enabled() and (hidden.requires_grad or sums is not None)
-    keeps = keeps and not is_unreadable(weight) and call.keeper.takes()
+    keeps = keeps and not is_captured(weight) and call.keeper.takes()
     sizes = Sizes(
         tokens=targets.numel(),
         vocabulary=weight.shape[0],

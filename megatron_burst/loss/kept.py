@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_burst.loss.products import WeightSum
+from megatron_burst.loss.tokens import is_without_values
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,11 @@ class Kept:
     def factor(self, grad: Tensor) -> float | None:
         """Return `grad / weights` [parts, tokens of a part] where that is one number, else None.
 
-        To rounding; nor is it one that is not finite. The host waits for the device.
+        To rounding; nor is it one that is not finite. The host waits for the device. Without values
+        it is 1.
         """
+        if is_without_values(grad):
+            return 1.0
         weights, grad = self.weights.flatten(), grad.flatten()
         largest = weights.abs().argmax()
         top = weights.take(largest)

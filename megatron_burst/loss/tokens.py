@@ -153,8 +153,16 @@ class HiddenGradient:
 
 def is_unreadable(x: Tensor) -> bool:
     """Whether it has no values, or a CUDA graph is made, in which no host waits for the device."""
-    if x.is_meta or isinstance(x, FakeTensor):
-        return True
+    return is_without_values(x) or is_captured(x)
+
+
+def is_without_values(x: Tensor) -> bool:
+    """Whether it is on the device meta, or of FakeTensorMode."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is made of it."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
