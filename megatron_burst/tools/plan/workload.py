@@ -95,14 +95,14 @@ class Workload:
         if self.pipeline > 1:
             sizes += f" x --pipeline-model-parallel-size {self.pipeline}"
         ranks, node = self.context * self.tensor, min(self.cluster.gpus_per_node, self.gpus)
-        if self.gpus % self.ranks_per_host:
-            raise ValueError(f"{self.gpus} GPUs are not hosts of {self.ranks_per_host} each")
         if self.gpus % (ranks * self.pipeline):
             raise ValueError(f"{self.gpus} GPUs do not divide over {sizes}; {_of(self.gpus)}")
         if node % self.tensor or (ranks % node and node % ranks):
             raise ValueError(
                 f"nodes of {node} GPUs are not filled evenly by {sizes}; in a node {_of(node)}"
             )
+        if self.gpus % self.ranks_per_host:
+            raise ValueError(f"{self.gpus} GPUs are not hosts of {self.ranks_per_host} each")
         if node % self.beside or self.context % self.head_parallel:
             raise ValueError(
                 f"--burst-head-parallel-size {self.head_parallel} needs as many ranks of a node, "
