@@ -18,11 +18,11 @@ from megatron_burst.tools.compare import command as compare
 from megatron_burst.tools.compare import toy
 from megatron_burst.tools.compare.page import Comparison
 from megatron_burst.tools.compare.results import RAN, Result
-from megatron_burst.tools.flags import Flags, parsed
+from megatron_burst.tools.flags import parsed
 from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.reading import workload_of
-from megatron_burst.tools.plan.usual import ALL_GATHER, ALONE, P2P, as_trained
+from megatron_burst.tools.plan.usual import as_trained
 from tests.workers import forkserver
 
 ROOT = Path(__file__).parents[1]
@@ -175,20 +175,6 @@ def test_the_quickstarts_output_is_what_compare_prints_of_these_figures(
     sent = {each.name: each.bytes_sent_per_rank_per_step for each in results}
     assert sent == {"CP=1 burst": 0, "burst": counted("burst"), "ring flat": counted("ring")}
     assert 3 * counted("burst") == counted("ring"), "a third of the bytes, it says"
-
-
-def test_the_readmes_bytes_between_nodes_are_the_planners() -> None:
-    configs = Configs.read()
-    words = "--bf16 --use-distributed-optimizer --seq-length 524288 --context-parallel-size 32"
-    flags = configs.model("llama3_8b") | parsed(f"{words} --global-batch-size 1".split())
-
-    def between(way: Flags) -> int:
-        load = as_trained(workload_of({**flags, **way}, configs.cluster("h100"), 32))
-        return sum(each.between for each in timing.attention_passes(load)) >> 20
-
-    both = {**P2P, "burst-head-parallel-size": 8}
-    p2p, gather, of_nodes, ours = map(between, (P2P, ALL_GATHER, both, ALONE))
-    assert f"by `plan` | {p2p} | {gather} | - | {of_nodes} | {ours} |" in README
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/design"])
