@@ -275,6 +275,7 @@ def not_running(machine: Machine) -> bool:
 def test_nothing_of_the_cluster_is_left_behind(cluster: SlurmCluster) -> None:
     code = """
 import sys, time
+sys.path.append("scripts/bench")
 from tests.slurm.cluster import slurm_cluster
 with slurm_cluster() as cluster:
     print(cluster.directory, flush=True)
