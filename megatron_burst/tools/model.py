@@ -62,6 +62,7 @@ class Model:
     head_dim: int  # of queries and keys
     value_head_dim: int
     latents: Latents | None
+    norms_heads: bool  # queries and keys, before rotary
     vocabulary: int  # padded
     tied: bool
     positions: int  # numbers of learned position embeddings; tensor-parallel ranks have all of them
@@ -162,6 +163,7 @@ def model_of(given: Flags) -> Model:
         head_dim=heads.size,
         value_head_dim=heads.value_size,
         latents=latents,
+        norms_heads=bool(given.get("qk-layernorm")) and latents is None,
         vocabulary=number("padded-vocab-size", padded),
         tied=not given.get("untie-embeddings-and-output-weights"),
         positions=hidden * number("max-position-embeddings", 0) if _learns_positions(given) else 0,

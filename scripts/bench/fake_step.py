@@ -57,6 +57,7 @@ class Settings:
     heads: int = 32
     kv_heads: int = 8
     vocabulary: int = 128256
+    qk_norm: bool = False
     mlp_chunks_for_training: int = 1  # Megatron's own
     recompute: str | None = "full"  # by layers; "selective": attention alone
     savings: frozenset[str] = frozenset()  # of SAVINGS
@@ -83,7 +84,8 @@ def model_of(settings: Settings) -> Any:
     shared.contexts = _Silent(shared.config, layers, None, shared.masks)
     silence = shared.config, Silence(settings.ranks)
     shared.contexts.context = context_of(settings.ranks // 2, [0] * settings.ranks, *silence)
-    spec = burst_layer_spec(get_gpt_layer_local_spec(normalization="RMSNorm"), shared)
+    normed = {"normalization": "RMSNorm", "qk_layernorm": settings.qk_norm}
+    spec = burst_layer_spec(get_gpt_layer_local_spec(**normed), shared)
     model = GPTModel(
         config,
         block_spec(spec, config),
@@ -169,6 +171,7 @@ def _config(settings: Settings) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         normalization="RMSNorm",
+        qk_layernorm=settings.qk_norm,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     vocabulary: int
     experts: int = 0
     expert_ffn: int = 0  # of one expert
+    norms: bool = False  # of queries and keys
 
     @property
     def attention(self) -> int:
@@ -54,8 +55,8 @@ class Sizes(NamedTuple):
 LLAMA3_8B = Sizes(32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA2_7B = Sizes(32, 4096, 32, 32, 128, 11008, 32000)
 LLAMA_70B = Sizes(80, 8192, 64, 8, 128, 28672, 128256)
-QWEN3_8B = Sizes(36, 4096, 32, 8, 128, 12288, 151936)
-QWEN3_32B = Sizes(64, 5120, 64, 8, 128, 25600, 151936)
+QWEN3_8B = Sizes(36, 4096, 32, 8, 128, 12288, 151936, norms=True)
+QWEN3_32B = Sizes(64, 5120, 64, 8, 128, 25600, 151936, norms=True)
 QWEN3_30B = Sizes(48, 2048, 32, 4, 128, 8 * 768, 151936, 128, 768)
 QWEN3_235B = Sizes(94, 4096, 64, 4, 128, 8 * 1536, 151936, 128, 1536)
 
@@ -131,7 +132,8 @@ def memory(name: str) -> dict[str, float]:
     Weights and gradients have 2 bytes, optimizer states 12 of the numbers that a rank owns of its
     data- and context-parallel ranks; each recomputed layer keeps its input. The layer at work has
     five tensors as wide as that, q, k, v and the output, and inside the MLP 5 of its width: gate
-    and up, 2, their gradient, 2, and that of their product, 1, where SwiGLU is one kernel.
+    and up, 2, their gradient, 2, and that of their product, 1, where SwiGLU is one kernel. Norms of
+    queries and keys keep what q, k and v lie in, and a copy of q.
     """
     model, _, gpus, tensor, context, pipeline, expert, tokens = SETTINGS[name]
     n, ends = tokens // context, model.vocabulary * model.hidden * (2 if pipeline == 1 else 1)
@@ -142,7 +144,7 @@ def memory(name: str) -> dict[str, float]:
     shards = gpus // tensor // pipeline
     # TP ranks share out each expert, so one of EP has its part of TP x EP.
     experts, owners = of_experts / expert / tensor, shards / expert
-    kept = 2 * (model.heads + model.kv_heads) * model.head
+    kept = (2 + 2 * model.norms) * (model.heads + model.kv_heads) * model.head
     layer_at_work = 2 * n * (5 * model.hidden + kept + 5 * model.ffn) / GIB
     is_plain = tensor == 1 and not model.experts
     return {

@@ -45,7 +45,7 @@ def climbs_once() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens"), [("llama3_8b", 4.5e6), ("qwen3_32b", 1.57e6), ("70b", 1.3e6)]
+    ("model", "tokens"), [("llama3_8b", 4.5e6), ("qwen3_32b", 1.5e6), ("70b", 1.3e6)]
 )
 def test_how_far_a_sequence_goes(model: str, tokens: float) -> None:
     """On the ladders of the page."""
@@ -146,9 +146,13 @@ def test_tensor_parallel_steps_are_within_5_per_cent_of_the_count(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [None, "selective"])
-@pytest.mark.parametrize(("tensor", "shares_rows"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize(
+    ("tensor", "shares_rows", "kv_heads", "norms"),
+    [(1, True, 8, False), (4, True, 8, False), (4, False, 8, False)]
+    + [(1, True, 8, True), (1, True, 32, True)],
+)
 def test_what_a_layer_saves_is_within_1_per_cent_of_the_count(
-    tensor: int, shares_rows: bool, recompute: str | None
+    tensor: int, shares_rows: bool, kv_heads: int, norms: bool, recompute: str | None
 ) -> None:
     """Without recompute and with that of attention alone, which takes more."""
     pytest.importorskip("megatron.core.models.gpt")
@@ -156,9 +160,12 @@ def test_what_a_layer_saves_is_within_1_per_cent_of_the_count(
 
     sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": 8 // tensor}
     more = {"sequence_parallel": shares_rows and tensor > 1}
-    flags = given("llama3_8b", num_layers=1, recompute_granularity=recompute, **sizes, **more)
+    model = {"num_layers": 1, "num_query_groups": kv_heads, "qk_layernorm": norms}
+    flags = given("llama3_8b", **model, recompute_granularity=recompute, **sizes, **more)
     load = workload_of(ladder.sized(flags, 131072 * 8 // tensor), H100, 8)
-    step = Settings(2, 131072, 8 // tensor, tensor, **more, recompute=recompute, fused=True)
+    heads = {"kv_heads": kv_heads, "qk_norm": norms}
+    how = {"recompute": recompute, "fused": True}
+    step = Settings(2, 131072, 8 // tensor, tensor, **more, **heads, **how)
     assert memory.predict(load).inputs == pytest.approx(shares(step)[1]["forward"], rel=0.01)
 
 

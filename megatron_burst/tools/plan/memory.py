@@ -177,8 +177,9 @@ def _saved(load: Workload, name: str) -> float:
     if name == "attention":
         inside = between_projections(load)
     if name == "attention" and "core_attn" in modules:
-        # Its second pass needs what rotary was made of, too: v lies in the same tensor.
-        inside += (model.heads + model.kv_heads) * model.head_dim
+        # Its second pass needs the tensor that q, k and v lie in, as norms of heads do, and no v.
+        more = -model.kv_heads if model.norms_heads else model.heads + model.kv_heads
+        inside += more * model.head_dim
     if name == "mlp" and "mlp" in modules or name == "experts" and "moe" in modules:
         inside = 0
     elif name == "experts" and "moe_act" in modules:

@@ -33,7 +33,11 @@ def between_projections(load: Workload) -> int:
     model = load.model
     if model.latents:
         return model.parts["attention"].saved - 3 * model.hidden if model.layers else 0
-    return (model.heads + model.kv_heads) * (model.head_dim + model.value_head_dim)
+    numbers = (model.heads + model.kv_heads) * (model.head_dim + model.value_head_dim)
+    if model.norms_heads:  # of the tensor that q, k and v lie in, and of q apart for grouped heads
+        apart = model.heads * (model.kv_heads < model.heads)
+        numbers += (model.heads + 2 * model.kv_heads + apart) * model.head_dim
+    return numbers
 
 
 def _inside_others(load: Workload) -> int:
