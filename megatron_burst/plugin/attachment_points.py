@@ -16,6 +16,7 @@ from megatron_burst.plugin.refusals import refuse_all
 _CORE = "megatron.core"
 _LAYERS, _DATASETS = f"{_CORE}.transformer", f"{_CORE}.datasets"
 _TRAINING = "megatron.training"
+_BATCHES = f"{_CORE}.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator"
 _ROTARY = f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding"
 _OF_A_CALL = "input_ids position_ids labels loss_mask decoder_input padding_mask packed_seq_params"
 
@@ -35,6 +36,7 @@ WRAPPED: Mapping[str, str] = {
     f"{_DATASETS}.gpt_dataset:GPTDataset._query_document_sample_shuffle_indices": "idx",
     f"{_DATASETS}.blended_dataset:BlendedDataset._build_indices": "",
     f"{_CORE}.utils:get_batch_on_this_cp_rank": "batch",
+    f"{_BATCHES}._parse_schedule": "schedule_str seq_length",
     f"{_CORE}.rerun_state_machine:RerunStateMachine.should_checkpoint_and_exit": "",
     f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__": (
         "config transformer_layer_spec mtp_block_spec vp_stage"

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from megatron_burst.tools.options import LARGEST
+
 type Flags = Mapping[str, Any]
 
 DOCUMENTS = "--dataloader-inter-document-masking"
@@ -17,7 +19,6 @@ _DATA = {"data-path", "data-args-path", "train-data-path", "per-split-data-args-
 _FSDP = {"use-megatron-fsdp", "use-torch-fsdp2"}
 # Beside these and CUDA graphs Megatron refuses expandable segments, or wants more to be set.
 _FIXED_SEGMENTS = {"use-nccl-ub", "enable-cuda-graph", "external-cuda-graph"}
-_MOST = 2**31 - 1  # that any flag counts
 # Flags of one's own before which those of a run give way.
 _REPLACED = {
     "accumulate-allreduce-grads-in-fp32": ("grad-reduce-in-bf16",),
@@ -131,8 +132,8 @@ def whole(given: Flags, name: str, default: int = 1) -> int:
     if not text.isdecimal() or (default and not int(text)):
         kind = "positive whole" if default else "whole"
         raise ValueError(f"--{name} {text} is not a {kind} number")
-    if int(text) > _MOST:
-        raise ValueError(f"--{name} {text} is more than {_MOST}")
+    if int(text) > LARGEST:
+        raise ValueError(f"--{name} {text} is more than {LARGEST}")
     return int(text)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
+LARGEST = 2**31 - 1
+"""Number that a flag may count."""
 _UNITS = {"k": 2**10, "m": 2**20}  # of tokens
 
 
@@ -47,12 +49,12 @@ def positive(text: str) -> int:
     """Return the number that is written there: the `type` of a flag that counts.
 
     Raises:
-        ArgumentTypeError: it is below 1, or more than 32 bits hold.
+        ArgumentTypeError: it is below 1, or too large.
     """
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
-    if value >= 2**31:
-        raise argparse.ArgumentTypeError(f"{value} is too large")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{value} is more than {LARGEST}")
     return value
 
 
