@@ -167,6 +167,12 @@ def test_defaults_for_a_parser_without_these_arguments_are_refused() -> None:
         ("--moe-token-dispatcher-type flex", "use alltoall"),
         ("--profile", "--use-pytorch-profiler"),
         ("--bf16 --fp32-residual-connection", "drop --fp32-residual-connection"),
+        # What would end behind the parser, where the doctor does not come.
+        ("--tp-comm-overlap", "tp_comm_overlap"),
+        ("--fine-grained-activation-offloading", "fine_grained_activation_offloading"),
+        ("--use-precision-aware-optimizer", "use_precision_aware_optimizer"),
+        ("--moe-permute-fusion", "moe_permute_fusion"),
+        ("--moe-router-fusion", "moe_router_fusion"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(
