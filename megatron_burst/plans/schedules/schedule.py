@@ -123,12 +123,14 @@ class Schedule(ABC):
         """Return what a rank computes, by step."""
         tiles = defaultdict[int, list[Tiles]](list)
         tiles[self.delay] = [self.tiling(rank, rank)]
+        rows, is_sparse = self.tiling.needs.rows[self.sent], self.tiling.mask.is_sparse
         met = (whose[1:, 0].tolist() for whose in self.meetings([rank]))
         for step, (owner, guest) in enumerate(zip(*met, strict=True), start=1):
-            if self.tiling.needs.rows[self.sent][owner, guest]:
+            if rows[owner, guest]:
                 found = self.tiling.of_block(self.sent, owner, guest)
                 for kind, whose in ((self.sent, owner), (self.sent.other, guest)):
-                    if whose != rank and (part := self.part(kind, whose, rank)):
+                    # Without a mask beside causality blocks come whole.
+                    if is_sparse and whose != rank and (part := self.part(kind, whose, rank)):
                         found = found.reading(kind, part)
                 tiles[max(step, self.delay)].append(found)
         return tiles | self.spread(tiles[0][0]) if self.has_ends(backward=backward) else tiles
