@@ -50,21 +50,25 @@ class MessageMemory:
     ) -> Iterator[tuple[list[LoweredStep], Tensor]]:
         """Return the steps of a pass and the memory of their messages, its own until the end.
 
-        After an error the memory stays, for messages may still arrive in it.
+        After an error the memory stays, for messages may still arrive in it. Passes without
+        messages, as those of a rank alone, may go on side by side.
         """
-        if self._borrower:
+        moves = bool(lowered.size or lowered.sent_in_place)
+        if self._borrower and moves:
             raise RuntimeError(
                 f"a {lowered.name} began while a {self._borrower} of the same context goes on: "
                 "calls of one context come one after the other, in one order on all ranks"
             )
-        self._borrower = lowered.name
+        if moves:
+            self._borrower = lowered.name
         try:
             with torch.inference_mode(False):  # it is used outside, too
                 room = self._room(lowered, device)
             yield room.steps, room.sent
             room.piece.untyped_storage().resize_(0)
         finally:
-            self._borrower = ""
+            if moves:
+                self._borrower = ""
 
     def _room(self, lowered: Lowered, device: torch.device) -> _Room:
         if (room := self._rooms.get(lowered)) is not None:

@@ -119,6 +119,16 @@ def test_another_call_meanwhile_is_refused() -> None:
         pass
 
 
+def test_passes_without_messages_go_on_beside_any() -> None:
+    """A rank alone may call in several threads."""
+    memory, alone = MessageMemory(), Lowered("forward", Plan(0, (Step(),)), lambda _: [], str)
+    with memory.lent(alone, CPU), memory.lent(alone, CPU), lent(memory, lowered(8)):
+        with memory.lent(alone, CPU):
+            pass
+        with pytest.raises(RuntimeError, match="goes on"), lent(memory, lowered(8)):
+            pass
+
+
 def test_memory_that_was_taken_in_inference_serves_training() -> None:
     memory, known = MessageMemory(), lowered(8)
     for is_inference in (True, False):
