@@ -9,6 +9,7 @@ from megatron_burst.attention.call import AttentionPlan
 from megatron_burst.attention.kv import KeysAndValues
 from megatron_burst.attention.launches import Launch, rows_of
 from megatron_burst.attention.loop import Blocks, run
+from megatron_burst.attention.saved import is_selective
 from megatron_burst.attention.sums import PartialOutputs
 from megatron_burst.attention.surrogate import surrogate_factor, surrogate_output
 from megatron_burst.plans.schedules.plan import Item, Kind
@@ -25,7 +26,8 @@ def forward(
     def attend(launch: Launch, blocks: Blocks, leaves_room: bool) -> Block:
         query_item, key_item = launch.tile.blocks
         (q,), (k, v) = blocks[query_item], kv.read(key_item, blocks[key_item])
-        return call.kernel.forward(call.of_rows(launch, q, k, v, leaves_room))
+        out, lse = call.kernel.forward(call.of_rows(launch, q, k, v, leaves_room))
+        return (out.clone(), lse.clone()) if is_selective() else (out, lse)
 
     own: dict[Kind, Block] = {Kind.QUERY: (q,), Kind.KV: kv.sent}
     run("forward", plan, call.forward_launches, own, sums, call, attend)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron_burst.config import refuse, wrong_fraction
 from megatron_burst.transport.host import HostMemory, Stored
@@ -73,3 +75,13 @@ class SavedRows:
         out, lse = results.recall() if isinstance(results, Stored) else results
         out_BSHD[:, self.row :].copy_(out)
         lse_BHS[:, :, self.row :].copy_(lse)
+
+
+def is_selective() -> bool:
+    """Whether torch's selective checkpoint looks on, in either pass.
+
+    What a kernel returned is its own then: it may be saved for the second pass, and sums are made
+    in place.
+    """
+    modes = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())

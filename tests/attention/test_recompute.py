@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_burst import BurstConfig, Mask, ring_attention
 from megatron_burst.attention.saved import AttentionMemory
@@ -250,3 +252,23 @@ def test_a_fraction_beyond_0_and_1_is_refused(fraction: float) -> None:
             make(fraction)
     with pytest.raises(TypeError):  # here and now, not in a call that the other ranks take
         AttentionMemory(None)  # type: ignore[arg-type]
+
+
+def selectively(team: Team) -> list[bool]:
+    """Whether a checkpoint that saves what kernels return changes nothing, of both dtypes."""
+    context, equal = team.context(BurstConfig()), []
+    saved = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+    contexts = partial(create_selective_checkpoint_contexts, saved)
+    attend = partial(ring_attention, context=context, mask=Mask.causal())
+    for dtype in torch.float32, torch.bfloat16:
+        q, k, v, dout = (context.shard(x, dim=1) for x in inputs(LOCAL * context.ranks, dtype))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
+        found, expected = (torch.autograd.grad(x, leaves, dout) for x in (out, attend(*leaves)))
+        equal += map(torch.equal, found, expected)
+    return equal
+
+
+def test_a_selective_checkpoint_may_save_what_kernels_return(workers: WorkerPool) -> None:
+    """Sums of a ring are made in place of them."""
+    assert workers.run(2, selectively) == [[True] * 6] * 2
