@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.plans.schedules.plan import Channel, Hop, Item, Kind, Plan
 from megatron_burst.plans.visibility.layout import Layout
 from megatron_burst.transport.comm import Communicator
@@ -104,6 +105,7 @@ class _AllToAll(torch.autograd.Function):
         return exchange.exchange(tensors, to_heads)
 
     @staticmethod
+    @uncompiled
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exchange, to_heads = ctx.arguments

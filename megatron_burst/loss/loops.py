@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_burst.kernels.dtypes import accumulation_dtype, without_autocast
+from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk import InTorch, InTriton, Tokens, workspace
 from megatron_burst.loss.chunk_size import Chunking
@@ -208,6 +209,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return tuple(x.view(targets.shape).clone() for x in (loss, *others[1:]))
 
     @staticmethod
+    @uncompiled
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -32,6 +32,9 @@ loaded_by_running = "torch._dynamo" in sys.modules
 compiled = torch.compile(layer, backend=backend)
 found = [compiled(x) for x in leaf]
 again = torch.autograd.grad(sum(x.sum() for x in found), leaf)
+torch._dynamo.config.compiled_autograd = True
+backward = torch.compile(lambda loss: loss.backward(), backend=backend)
+backward(ring_attention(leaf[0], leaf[0], leaf[0], context, mask=Mask.causal()).sum())
 from torch._dynamo.utils import compilation_time_metrics, get_compilation_metrics
 files = {m.co_filename for m in get_compilation_metrics() if m.co_filename}
 print(json.dumps({
