@@ -52,12 +52,14 @@ class Kept:
         self, factor: float, d_weight: WeightSum | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of `hidden` and of the weight, once: they are scaled in place."""
-        if self.d_hidden is not None and factor != 1.0:
-            self.d_hidden.mul_(factor)
-        if d_weight is None or self.d_weight is None:
-            return self.d_hidden, None
-        d_weight.add(self.d_weight, factor)
-        return self.d_hidden, d_weight.result()
+        d_hidden, total = self.d_hidden, self.d_weight
+        self.give_up()  # compiled autograd hands it to a further backward, too
+        if d_hidden is not None and factor != 1.0:
+            d_hidden.mul_(factor)
+        if d_weight is None or total is None:
+            return d_hidden, None
+        d_weight.add(total, factor)
+        return d_hidden, d_weight.result()
 
 
 class Keeper:
