@@ -101,6 +101,7 @@ def optimizer_share(args: Any) -> tuple[float, float]:
     if not args.use_distributed_optimizer:
         return share, share
     stage = args.world_size // args.pipeline_model_parallel_size
+    stage //= args.num_distributed_optimizer_instances  # each of which has all of it
     experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
     return share * experts / stage, share * args.tensor_model_parallel_size / stage
 
