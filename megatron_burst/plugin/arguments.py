@@ -214,6 +214,13 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
 def _recompute_refusals(args: argparse.Namespace, config: BurstConfig) -> Iterator[str]:
     """Attention's outputs are saved, and inputs offloaded, only where Megatron recomputes."""
     is_full, fraction = args.recompute_granularity == "full", config.recompute_fraction
+    selective = args.recompute_granularity == "selective" or args.recompute_activations
+    norms = sorted({"layernorm", "gdn_norm_out"} & {*(args.recompute_modules or ())})
+    if selective and norms and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            f"--recompute-modules {' '.join(norms)}: Megatron asks TransformerEngine there, which "
+            "is not installed: leave them out"
+        )
     if args.recompute_offload and not is_full and fraction in (None, 1):
         yield (
             "--recompute-offload has no effect where Megatron recomputes no whole layers: add "
@@ -222,7 +229,6 @@ def _recompute_refusals(args: argparse.Namespace, config: BurstConfig) -> Iterat
     if fraction is None:
         return
     given = f"--recompute-attention-fraction {fraction}"
-    selective = args.recompute_granularity == "selective" or args.recompute_activations
     attention = selective and "core_attn" in (args.recompute_modules or ["core_attn"])
     if not (is_full or attention):
         yield (

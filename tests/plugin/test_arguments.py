@@ -287,6 +287,8 @@ WRONG_FLAGS = f"""\
     --recompute-offload has no effect where Megatron recomputes no whole layers: add
 {BURST}--recompute-granularity selective --recompute-attention-fraction 1 --recompute-offload
     --recompute-offload has no effect where Megatron recomputes no whole layers: add
+{BURST}--recompute-granularity selective --recompute-modules layernorm core_attn
+    --recompute-modules layernorm: Megatron asks TransformerEngine
 {BURST}--context-parallel-size 4 --seq-length 40 --burst-layout segmented-zigzag
     2 segments, each divisible by 2 x 4 ranks = 8, got 20 tokens
 {HYBRID}D-M-
