@@ -76,6 +76,10 @@ def refusal(args: Namespace) -> str | None:
         return "--sft reads conversations: pass --data-path FILE in the place of --mock-data"
     if args.dataloader_type == "external":
         return "--dataloader-type external: this entry brings no loader: take single or cyclic"
+    if args.moe_use_upcycling:
+        return "--moe-use-upcycling: Megatron (0.19, main, dev) fails before it loads: drop it"
+    if args.position_embedding_type == "mrope":
+        return "--position-embedding-type mrope: no data set here has three positions a token"
     if args.freeze_all_layers and not hasattr(training, "_freeze_all_model_chunks"):
         return "--freeze-all-layers: Megatron 0.19 would train all weights: drop it, or take main"
     if reason := _evaluation_refusal(args) or _skipping_refusal(args):

@@ -110,6 +110,8 @@ def test_a_batch_without_documents_has_no_packing(monkeypatch: pytest.MonkeyPatc
         ({"full_validation": True}, "of them: add --multiple-validation-sets"),
         ({"full_validation": True, "multiple_validation_sets": True}, None),
         ({"dataloader_type": "external"}, "brings no loader: take single or cyclic"),
+        ({"moe_use_upcycling": True}, "fails before it loads"),
+        ({"position_embedding_type": "mrope"}, "three positions a token"),
         ({"freeze_all_layers": True}, "0.19 would train all weights"),
         ({"iterations_to_skip": [2], "pipeline_model_parallel_size": 2}, None),
         ({"iterations_to_skip": [2], "pipeline_model_parallel_size": 3}, "skips none with virtual"),
@@ -129,6 +131,7 @@ def test_what_this_entry_cannot_train_is_named(changes: dict[str, Any], named: s
     off |= {"mock_data": True, "sft": False, "eval_iters": 0, "split": None}
     off |= dict.fromkeys(("full_validation", "multiple_validation_sets"), False)
     off |= {"valid_data_path": None, "dataloader_type": None, "freeze_all_layers": False}
+    off |= {"moe_use_upcycling": False, "position_embedding_type": "rope"}
     off |= {"iterations_to_skip": [], "pipeline_model_parallel_size": 1}
     off |= {"virtual_pipeline_model_parallel_size": None}
     off |= dict.fromkeys(("logits_load_dir", "mtp_num_layers"))  # None is Megatron's default
