@@ -58,6 +58,7 @@ LIMITS = with_remedies(
         "Megatron (0.19, main d98e8a64) asks tokens [t] for shape[1] in get_batch_on_this_tp_rank: "
         "drop --hybrid-context-parallel, or pass a cp_group yourself"
     ),
+    cache_mla_latents="Megatron's layer asserts that it does not train",
     hybrid_override_pattern="it is deprecated: pass --hybrid-layer-pattern",
     modelopt_enabled=(
         "ModelOpt builds its model without our layer spec: drop its flags (modelopt_enabled)"
