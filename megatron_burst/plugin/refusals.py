@@ -90,6 +90,8 @@ def sharding_refusals(args: Any) -> Iterator[str]:
             "which --use-megatron-fsdp shards, and its first step ends with an error: drop one of "
             "them"
         )
+    if args.use_megatron_fsdp and args.num_distributed_optimizer_instances > 1:
+        yield from _instances_refusals(args)
     is_fsdp2 = getattr(args, "use_torch_fsdp2", False)
     if is_fsdp2 and args.calculate_per_token_loss:
         yield (
@@ -111,6 +113,20 @@ def sharding_refusals(args: Any) -> Iterator[str]:
         yield (
             "ckpt_format = torch_dcp: Megatron (0.19, main d98e8a64) can save but not load it, its "
             "optimizer knows no is_loading: take --ckpt-format torch_dist"
+        )
+
+
+def _instances_refusals(args: Any) -> Iterator[str]:
+    """What Megatron-FSDP (0.19, main d98e8a64) does wrong beside copies of what it shards."""
+    if not args.overlap_grad_reduce:
+        yield (
+            f"num_distributed_optimizer_instances = {args.num_distributed_optimizer_instances}: "
+            "Megatron-FSDP sums no gradients between them: add --overlap-grad-reduce, or drop it"
+        )
+    if (strategy := args.outer_dp_sharding_strategy) != "no_shard":
+        yield (
+            f"outer_dp_sharding_strategy = {strategy}: Megatron clips gradients by the norm of one "
+            "instance's: drop --outer-dp-sharding-strategy"
         )
 
 

@@ -503,6 +503,7 @@ def test_what_the_script_has_set_since_is_refused_before_the_model_is_built() ->
 
 
 OURS = BURST, "--lm-head-loss chunked ", "--mlp-chunks auto "
+INSTANCES = "--use-megatron-fsdp --num-distributed-optimizer-instances=2"
 
 
 @pytest.mark.parametrize("ours", OURS)
@@ -511,6 +512,8 @@ OURS = BURST, "--lm-head-loss chunked ", "--mlp-chunks auto "
     [
         ("--use-megatron-fsdp --optimizer-cpu-offload", "its first step ends with an error: drop"),
         ("--use-megatron-fsdp --swiglu --save=there", "cannot save them in float32"),
+        (INSTANCES, "sums no gradients between them: add --overlap-grad-reduce"),
+        (f"{INSTANCES} --outer-dp-sharding-strategy=optim", "by the norm of one instance"),
         ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
         ("--use-torch-fsdp2 --load=there", "loads no step of Adam"),
         ("--ckpt-format=torch_dcp --save=there", "can save but not load it"),
