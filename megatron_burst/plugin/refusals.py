@@ -83,7 +83,7 @@ def lm_head_refusals(args: Any) -> list[str]:
 
 
 def sharding_refusals(args: Any) -> Iterator[str]:
-    """Yield why none of our flags can run beside the weights that Megatron shards."""
+    """Yield what Megatron does wrong with weights that it shards, and state that it cannot load."""
     if args.use_megatron_fsdp and args.optimizer_cpu_offload:
         yield (
             "optimizer_cpu_offload = True: Megatron copies gradients into whole tensors there, "
@@ -99,7 +99,13 @@ def sharding_refusals(args: Any) -> Iterator[str]:
             "which are then larger by the number of tokens: drop --calculate-per-token-loss, or "
             "take --use-megatron-fsdp"
         )
-    if is_fsdp2 and args.load and not (args.no_load_optim or args.finetune or args.skip_train):
+    resumes = args.load and not (args.no_load_optim or args.finetune or args.skip_train)
+    if resumes and args.optimizer == "sgd" and args.ckpt_format == "torch_dist":
+        yield (
+            "optimizer = sgd: Megatron loads no momentum of torch_dist, and ends with a TypeError: "
+            "add --no-load-optim, or take --ckpt-format torch"
+        )
+    if is_fsdp2 and resumes:
         yield (
             "use_torch_fsdp2 = True: Megatron loads no step of Adam: torch's ends with a KeyError, "
             "others count from 1 again: add --no-load-optim, or take --use-megatron-fsdp"

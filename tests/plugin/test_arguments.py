@@ -516,6 +516,7 @@ INSTANCES = "--use-megatron-fsdp --num-distributed-optimizer-instances=2"
         (f"{INSTANCES} --outer-dp-sharding-strategy=optim", "by the norm of one instance"),
         ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
         ("--use-torch-fsdp2 --load=there", "loads no step of Adam"),
+        ("--optimizer=sgd --load=there", "Megatron loads no momentum of torch_dist"),
         ("--ckpt-format=torch_dcp --save=there", "can save but not load it"),
     ],
 )
