@@ -146,11 +146,12 @@ def model_of(given: Flags) -> Model:
     if given.get("multi-latent-attention"):
         ranks = {"query": number("q-lora-rank", 0), "kv": number("kv-lora-rank", 32)}
         latents = Latents(**ranks, rope=number("qk-pos-emb-head-dim", 64))
-    matrices = 3 if given.get("swiglu") or given.get("quick-geglu") else 2  # of an MLP
+    made = 2 if given.get("swiglu") or given.get("quick-geglu") else 1  # by an MLP's first product
+    matrices = made + 1
     eager = "no-bias-swiglu-fusion" if given.get("swiglu") else "no-bias-gelu-fusion"
     # Between its products: what the first made and its gradient, and the gradient of what follows;
-    # where nothing compiles what is between them, as much again as the first made.
-    at_work = 7 / 3 if given.get(eager) else 5 / 3
+    # where nothing compiles a gate, as much again as the first made.
+    at_work = (2 * made + 1 + made * (made > 1 and eager in kept(given))) / matrices
     scans = partial(shapes_of, lambda name, default: number(name.replace("_", "-"), default))
     mamba, delta = scans().values()  # of whole layers
     # As Megatron counts: the delta rule has four products of a head's state with a vector.

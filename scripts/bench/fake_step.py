@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_burst import BurstConfig, BurstContext
@@ -58,6 +59,7 @@ class Settings:
     kv_heads: int = 8
     vocabulary: int = 128256
     qk_norm: bool = False
+    gated: bool = True  # the MLP
     mlp_chunks_for_training: int = 1  # Megatron's own
     recompute: str | None = "full"  # by layers; "selective": attention alone
     savings: frozenset[str] = frozenset()  # of SAVINGS
@@ -173,9 +175,9 @@ def _config(settings: Settings) -> TransformerConfig:
         normalization="RMSNorm",
         qk_layernorm=settings.qk_norm,
         add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=True,
+        gated_linear_unit=settings.gated,
+        activation_func=functional.silu if settings.gated else functional.gelu,
+        bias_activation_fusion=settings.gated,
         bf16=True,
         params_dtype=torch.bfloat16,
         apply_rope_fusion=settings.fused,
