@@ -126,8 +126,8 @@ def test_memory_is_counted_part_by_part() -> None:
     assert found.inputs == TOKENS * 32 * 2 and found.saved == 0
     sharded = memory.predict(replace(load, zero3=True, gradient_bytes=2))
     assert sharded.weights == sharded.gradients == 2 * parameters // 4 and sharded.gathered
-    whole = memory.predict(replace(load, sharded=False, element_bytes=4))
-    assert whole.optimizer == 8 * parameters, "without --use-distributed-optimizer, in float32"
+    whole = memory.predict(replace(load, sharded=False))
+    assert whole.optimizer == 12 * parameters, "without --use-distributed-optimizer"
     kept = replace(load, config=replace(load.config, recompute_fraction=0.0))
     attention = replace(kept, recompute=False, selective=frozenset({"core_attn"}))
     for each in (kept, attention):
@@ -159,6 +159,7 @@ FLAGS: Flags = {
     "lm-head-loss": "chunked",
     "context-parallel-size": 16,
 }
+AWARE: dict[str, Any] = {"use-precision-aware-optimizer": True}
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,32 @@ def test_only_the_distributed_optimizer_is_sharded() -> None:
     mixed = replace(whole, cluster=free, element_bytes=2, gradient_bytes=4, offload=True)
     twice, once = (step.weights_seconds(replace(mixed, sharded=s), 0.0) for s in (False, True))
     assert twice / once == pytest.approx(8 / 6)
+
+
+@pytest.mark.parametrize(
+    ("more", "size"),
+    [
+        ({}, 12),
+        ({"bf16": False}, 8),
+        (AWARE, 10),
+        (AWARE | {"exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "fp8"}, 5),
+        (AWARE | {"fp8-recipe": "blockwise"}, 12),
+        (AWARE | {"use-megatron-fsdp": True}, 12),
+        (AWARE | {"optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5}, 6),
+    ],
+)
+def test_a_precision_aware_optimizer_keeps_what_weights_lack(more: Flags, size: int) -> None:
+    """Of a float32 copy 16 bits, where neither Megatron has it nor the host."""
+    load = workload_of({**FLAGS, **more}, CONFIGS.cluster("a800"), 16)
+    found = memory.predict(load).optimizer
+    assert found == pytest.approx(size * load.model.parameters / 16)
+
+
+def test_narrow_main_gradients_are_those_of_a_precision_aware_optimizer() -> None:
+    narrow, machine = {"main-grads-dtype": "bf16"}, CONFIGS.cluster("a800")
+    assert workload_of({**FLAGS, **AWARE, **narrow}, machine, 16).gradient_bytes == 2
+    with pytest.raises(ValueError, match="bf16 cannot be predicted here: fp32 alone"):
+        workload_of({**FLAGS, **narrow}, machine, 16)
 
 
 def test_ranking_puts_what_fits_first_and_then_the_fastest() -> None:

@@ -54,6 +54,9 @@ _MODELLED = {  # the values that can be predicted
     "megatron-fsdp-main-params-dtype": ("fp32",),
     "megatron-fsdp-main-grads-dtype": ("auto", "bf16"),  # the weights' own
 }
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_MOMENTS = dict.fromkeys(("exp-avg-dtype", "exp-avg-sq-dtype"), tuple(_BYTES))
+_AWARE = {"main-grads-dtype": ("fp32", "bf16"), **_MOMENTS}  # of --use-precision-aware-optimizer
 _BESIDE_FSDP = {
     "optimizer-cpu-offload": "Megatron 0.19 copies gradients into whole tensors there, and these "
     "are sharded: its first step ends with an error",
@@ -106,6 +109,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         gradient_bytes=gradient_bytes,
         hides_gradients=fsdp or bool(given.get("overlap-grad-reduce")),
         hides_weights=fsdp or bool(given.get("overlap-param-gather")),
+        optimizer_bytes=_optimizer_bytes(given, element_bytes),
         offload=_offloaded(given),
         sequence_parallel=bool(given.get("sequence-parallel")),
         fp8=bool(given.get("fp8-format")),
@@ -208,8 +212,22 @@ def _widths(given: Flags) -> tuple[int, int]:
     """
     if not given.get("bf16"):
         return 4, 4
-    narrow = given.get("grad-reduce-in-bf16") or given.get("use-megatron-fsdp")
-    return 2, 2 if narrow else 4
+    narrow = given.get("grad-reduce-in-bf16") or given.get("main-grads-dtype") == "bf16"
+    return 2, 2 if narrow or given.get("use-megatron-fsdp") else 4
+
+
+def _optimizer_bytes(given: Flags, element_bytes: int) -> int:
+    """Of a parameter on the GPU: two moments, and a float32 copy of a weight of 16 bits.
+
+    Of that the Adam that --use-precision-aware-optimizer takes keeps the 16 bits that the weight
+    lacks, but where Megatron has the copy, and it is not asked where a part is on the host.
+    """
+    copy, aware = 4 if element_bytes == 2 else 0, "use-precision-aware-optimizer"
+    if not given.get(aware) or given.get("optimizer-cpu-offload"):
+        return 2 * _BYTES["fp32"] + copy
+    is_megatrons = given.get("use-megatron-fsdp") or given.get("fp8-recipe", "delayed") != "delayed"
+    moments = sum(_BYTES[str(given.get(name) or "fp32")] for name in _MOMENTS)
+    return moments + (copy if is_megatrons else copy // 2)
 
 
 def _offloaded(given: Flags) -> float:
@@ -304,7 +322,8 @@ def _refuse(given: Flags) -> None:
     """Raise ValueError for what would have to be predicted otherwise, or is missing."""
     # Attention and the MLP are layers of their own in a HybridModel.
     layers = "2" if "hybrid-layer-pattern" in given else "1"
-    modelled = _MODELLED | {"recompute-num-layers": (layers,)}
+    modelled = _MODELLED | (_AWARE if given.get("use-precision-aware-optimizer") else {})
+    modelled |= {"recompute-num-layers": (layers,)}
     alone = {name: f"{' and '.join(values)} alone" for name, values in modelled.items()}
     for name, reason in (_REFUSED | alone).items():
         if given.get(name) and str(given[name]) not in modelled.get(name, ()):

@@ -44,7 +44,7 @@ def rungs(given: Flags) -> Iterator[tuple[str, dict[str, Any]]]:
             **given,
             **_OFF,
             "recompute-num-layers": 2 if "hybrid-layer-pattern" in given else 1,
-            **dict.fromkeys([*INPUTS, *FSDP, *OPTIMIZER], False),
+            **dict.fromkeys([*INPUTS, *FSDP, "optimizer-cpu-offload"], False),
         }
     )
     yield "Megatron's full recompute", {n: v for n, v in flags.items() if n not in CHUNK_SIZES}

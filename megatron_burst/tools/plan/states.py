@@ -6,7 +6,6 @@ from typing import NamedTuple
 from megatron_burst.tools.flags import cut
 from megatron_burst.tools.plan.workload import Workload
 
-_MOMENT_BYTES = 8  # of a parameter: two in float32; beside weights of 16 bits also a float32 copy
 _HOSTED_BYTES = 16  # of a parameter whose optimizer is there: copy, moments, gradient, in float32
 # Megatron-FSDP gathers so many weights ahead, and lets gradients wait, whole, for twice as many.
 _AHEAD = 500_000_000
@@ -33,10 +32,10 @@ def states(load: Workload, stage: int) -> States:
     own += of_experts
     numbers, here = spread if load.sharded else own, spread if load.zero3 else own
     weights, gradients = int(here * load.element_bytes), int(here * load.gradient_bytes)
-    wide = _MOMENT_BYTES + (4 if load.element_bytes == 2 else 0)
     hosted = load.offload * numbers
     gradients = 0 if load.zero3 and load.offload else gradients
-    return States(weights, gradients, int(wide * (numbers - hosted)), int(_HOSTED_BYTES * hosted))
+    here = load.optimizer_bytes * (numbers - hosted)
+    return States(weights, gradients, int(here), int(_HOSTED_BYTES * hosted))
 
 
 def gathered(load: Workload) -> int:

@@ -79,6 +79,7 @@ class Workload:
     gradient_bytes: int = 4  # of an element of the gradients that are summed
     hides_gradients: bool = True  # their messages, behind computing
     hides_weights: bool = True  # and those of weights
+    optimizer_bytes: int = 12  # of a parameter on the GPU: moments, and a float32 copy of 16 bits
     offload: float = 0.0  # the share of the optimizer that is in the host's memory
     recompute_offload: bool = False  # what recompute saves is: layers' inputs, attention's results
     mlp_chunks: int = 1  # pieces of the tokens that the MLP computes one after the other
