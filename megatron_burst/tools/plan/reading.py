@@ -16,52 +16,9 @@ from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.flags import Flags, cut, kept, staged, whole, window_of
 from megatron_burst.tools.model import model_of
 from megatron_burst.tools.plan.cluster import Cluster
+from megatron_burst.tools.plan.unmodelled import BYTES, MOMENTS, refuse_unmodelled
 from megatron_burst.tools.plan.workload import Workload
 
-_UNEVEN = "stages of as many layers alone are"
-_REFUSED = {
-    "account-for-embedding-in-pipeline-split": _UNEVEN,
-    "account-for-loss-in-pipeline-split": _UNEVEN,
-    "decoder-first-pipeline-num-layers": _UNEVEN,
-    "decoder-last-pipeline-num-layers": _UNEVEN,
-    "pipeline-model-parallel-layout": _UNEVEN,
-    "use-torch-fsdp2": "when it gathers weights is not modelled",
-    "fp4-format": "FP8 alone is",
-    "attention-output-gate": "its gate is not counted",
-    "fsdp-double-buffer": "it is one of the layers that are alike alone",
-    "fp16": "only bfloat16 and float32 are",
-    "experimental-attention-variant": "a layer of it has no plan; take a --hybrid-layer-pattern",
-    "burst-block-mask": "its file would have to be of these sizes",
-    "hybrid-override-pattern": "give it as --hybrid-layer-pattern",
-    "heterogeneous-layers-config-path": "layers of one width alone are",
-    "cpu-offloading-num-layers": "what it moves is not counted",
-    "fine-grained-activation-offloading": "what it moves is not counted",
-    "window-attn-skip-freq": "layers with and without a window are not told apart",
-    "moe-latent-size": "experts of another width are not counted",
-    "moe-layer-recompute": "it is --recompute-granularity selective --recompute-modules moe",
-    "moe-use-legacy-grouped-gemm": "grouped GEMM alone is",
-}
-_MODELLED = {  # the values that can be predicted
-    "recompute-method": ("uniform",),
-    "recompute-granularity": ("full", "selective"),
-    "data-parallel-sharding-strategy": ("optim_grads_params",),
-    "num-distributed-optimizer-instances": ("1",),
-    "optimizer": ("adam",),
-    "exp-avg-dtype": ("fp32",),
-    "exp-avg-sq-dtype": ("fp32",),
-    "main-params-dtype": ("fp32",),
-    "main-grads-dtype": ("fp32",),
-    "megatron-fsdp-main-params-dtype": ("fp32",),
-    "megatron-fsdp-main-grads-dtype": ("auto", "bf16"),  # the weights' own
-}
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_MOMENTS = dict.fromkeys(("exp-avg-dtype", "exp-avg-sq-dtype"), tuple(_BYTES))
-_AWARE = {"main-grads-dtype": ("fp32", "bf16"), **_MOMENTS}  # of --use-precision-aware-optimizer
-_BESIDE_FSDP = {
-    "optimizer-cpu-offload": "Megatron 0.19 copies gradients into whole tensors there, and these "
-    "are sharded: its first step ends with an error",
-    "pipeline-model-parallel-size": "when it gathers a stage's weights is not modelled",
-}
 _VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 _flags = cache(flags)
 _SELECTIVE = ("core_attn", "layernorm", "mlp", "moe_act", "moe")
@@ -73,7 +30,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     Raises:
         ValueError: something is missing, is not modelled or does not fit together.
     """
-    _refuse(given)
+    refuse_unmodelled(given)
     element_bytes, gradient_bytes = _widths(given)
     chunking, fsdp = loss_chunking(given), bool(given.get("use-megatron-fsdp"))
     stages, virtual = whole(given, "pipeline-model-parallel-size"), _virtual(given)
@@ -224,9 +181,9 @@ def _optimizer_bytes(given: Flags, element_bytes: int) -> int:
     """
     copy, aware = 4 if element_bytes == 2 else 0, "use-precision-aware-optimizer"
     if not given.get(aware) or given.get("optimizer-cpu-offload"):
-        return 2 * _BYTES["fp32"] + copy
+        return 2 * BYTES["fp32"] + copy
     is_megatrons = given.get("use-megatron-fsdp") or given.get("fp8-recipe", "delayed") != "delayed"
-    moments = sum(_BYTES[str(given.get(name) or "fp32")] for name in _MOMENTS)
+    moments = sum(BYTES[str(given.get(name) or "fp32")] for name in MOMENTS)
     return moments + (copy if is_megatrons else copy // 2)
 
 
@@ -316,20 +273,3 @@ def _documents(given: Flags) -> tuple[int, ...] | None:
         length = max(1, math.ceil(source.expovariate(1 / mean)))
         borders.append(min(tokens, borders[-1] + length))
     return tuple(borders)
-
-
-def _refuse(given: Flags) -> None:
-    """Raise ValueError for what would have to be predicted otherwise, or is missing."""
-    # Attention and the MLP are layers of their own in a HybridModel.
-    layers = "2" if "hybrid-layer-pattern" in given else "1"
-    modelled = _MODELLED | (_AWARE if given.get("use-precision-aware-optimizer") else {})
-    modelled |= {"recompute-num-layers": (layers,)}
-    alone = {name: f"{' and '.join(values)} alone" for name, values in modelled.items()}
-    for name, reason in (_REFUSED | alone).items():
-        if given.get(name) and str(given[name]) not in modelled.get(name, ()):
-            raise ValueError(f"--{name} {given[name]} cannot be predicted here: {reason}")
-    for name, reason in _BESIDE_FSDP.items():
-        if given.get("use-megatron-fsdp") and str(given.get(name, "1")) not in ("1", "False"):
-            raise ValueError(f"--use-megatron-fsdp beside --{name} {given[name]}: {reason}")
-    if "seq-length" not in kept(given):
-        raise ValueError("--seq-length is missing")
