@@ -92,7 +92,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     if values["algorithm"] != MEGATRON:
         refuse(positive({"--distributed-timeout-minutes": args.distributed_timeout_minutes}))
         config = BurstConfig(**values, timeout_seconds=60.0 * args.distributed_timeout_minutes)
-        return _with_heads_at_home(args, _with_sendable_latents(args, config))
+        return _with_heads_at_home(args, with_sendable_latents(args, config))
     given = {**values, **_values(args, LayerConfig)}
     idle = [
         f"{flag.name} {given[flag.field]}"
@@ -107,7 +107,7 @@ def burst_config_from_args(args: argparse.Namespace) -> BurstConfig | None:
     return None
 
 
-def _with_sendable_latents(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
+def with_sendable_latents(args: argparse.Namespace, config: BurstConfig) -> BurstConfig:
     """Return the settings with K and V sent where it is known that latents cannot be."""
     reasons, has_latents = broken_limits(LATENT_LIMITS, args), args.multi_latent_attention
     if config.mla is Mla.LATENT:

@@ -107,6 +107,22 @@ def test_latents_travel_where_training_sends_them() -> None:
     assert [shape.sends_raw for shape in shapes] == [False, True]  # a product is summed wide
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"use_megatron_fsdp": True},
+        {"fp8_format": "hybrid"},
+        {"recompute_granularity": "selective"},
+    ],
+)
+def test_latents_stay_where_training_sends_none(more: dict[str, object]) -> None:
+    flags = {"context_parallel_size": 16, "tensor_model_parallel_size": 8, "burst_topology": "flat"}
+    load = load_of("deepseek_v3", 128, sequence_parallel=True, burst_backward="kv", **flags, **more)
+    assert timing.chosen(load.ring)[1].latents is None
+    with pytest.raises(ValueError, match="--burst-mla latent cannot run this"):
+        load_of("deepseek_v3", 16, burst_mla="latent", use_megatron_fsdp=True)
+
+
 def test_a_pipeline_waits_while_it_fills_and_holds_micro_batches() -> None:
     flat = load_of("llama3_8b", 8, global_batch_size=64)
     deep = load_of("llama3_8b", 8, global_batch_size=64, pipeline_model_parallel_size=4)

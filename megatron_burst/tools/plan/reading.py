@@ -2,6 +2,7 @@
 
 import math
 import random
+from argparse import Namespace
 from contextlib import suppress
 from functools import cache
 
@@ -12,6 +13,8 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
+from megatron_burst.plugin.limits import LATENT_LIMITS, flag_of
+from megatron_burst.plugin.settings import with_sendable_latents
 from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.flags import Flags, cut, kept, staged, whole, window_of
 from megatron_burst.tools.model import model_of
@@ -32,6 +35,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     """
     refuse_unmodelled(given)
     element_bytes, gradient_bytes = _widths(given)
+    args = _as_parsed(given)
     chunking, fsdp = loss_chunking(given), bool(given.get("use-megatron-fsdp"))
     stages, virtual = whole(given, "pipeline-model-parallel-size"), _virtual(given)
     load = Workload(
@@ -50,7 +54,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         tokens=whole(given, "seq-length"),
         sequences=whole(given, "global-batch-size"),
         micro=whole(given, "micro-batch-size"),
-        config=config_of(BurstConfig, given),
+        config=with_sendable_latents(args, config_of(BurstConfig, given)),
         window=window_of(given),
         documents=_documents(given),
         recompute=given.get("recompute-granularity") == "full",
@@ -89,6 +93,15 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     if load.fp8 and config_of(MlpConfig, given).chunks != 1:
         raise ValueError("--mlp-chunks is refused beside --fp8-format")
     return load
+
+
+def _as_parsed(given: Flags) -> Namespace:
+    """What Megatron's parser makes of the flags by which training refuses, or changes, ours."""
+    asked = {name: given.get(flag_of(name).removeprefix("--")) for name in LATENT_LIMITS}
+    return Namespace(
+        multi_latent_attention=given.get("multi-latent-attention"),
+        **{name: int(str(x)) if str(x).isdecimal() else x for name, x in asked.items()},
+    )
 
 
 def config_of[T: (BurstConfig, LayerConfig, LmHeadConfig, MlpConfig)](

@@ -273,7 +273,9 @@ class Workload:
         size, dims = self.head_parallel, (self.model.head_dim, self.model.value_head_dim)
         given = self.heads, dims, self.element_bytes, self.config.grad_dtype
         shape = Shape.of(self.local_tokens, *given)
-        if (latents := self.model.latents) and size == 1:
+        # What repeats core attention alone has none.
+        travel = size == 1 and "core_attn" not in self.selective
+        if (latents := self.model.latents) and travel:
             up = (sum(dims) - latents.rope) * shape.query_heads * latents.kv
             shape = replace(shape, latents=LatentShape(latents.kv + latents.rope, up))
         return exchanged(shape, size)
