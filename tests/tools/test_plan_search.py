@@ -346,6 +346,14 @@ def test_chunks_of_the_loss_are_smaller_where_else_it_would_not_fit(missing: int
     assert kept and all(each.flags["lm-head-memory-mb"] == 5120 for each in kept), "as it is given"
 
 
+def test_a_search_goes_on_where_mlps_cannot_be_cut() -> None:
+    """It ended with their refusal beside FP8 where a way lacks memory without them."""
+    sizes = {"context-parallel-size": 8, "tensor-model-parallel-size": 1, "seq-length": 2**19}
+    given = {**FLAGS, **CONFIGS.model("llama3_8b"), **sizes, "fp8-format": "hybrid"}
+    found = search(given, H100, 8, Wish([0]))
+    assert found and all(each.load.mlp_chunks == 1 for each in found)
+
+
 def test_flags_of_ours_are_kept_where_a_baseline_does_as_well() -> None:
     """The best row was that of `ulysses`, which takes none of them, under the name of our own."""
     sizes = {"context-parallel-size": 8, "tensor-model-parallel-size": 1, "seq-length": 65536}

@@ -330,7 +330,7 @@ UNRANKED = """\
 --run toy -- --fp8-format hybrid
     the GPUs of cpu have no FP8
 --model llama3_8b --cluster h100 --gpus 8 --seq-length 8k -- --fp8-format hybrid --mlp-chunks 2
-    --mlp-chunks is refused beside --fp8-format
+    fp8 = hybrid: chunks were not shown to be right
 --run toy --gpt -- --pipeline-model-parallel-size 4 --context-parallel-size 1
     --num-layers 2 does not divide over --pipeline-model-parallel-size 4 with 1 part
 --run toy --gpt -- --num-layers-per-virtual-pipeline-stage 3

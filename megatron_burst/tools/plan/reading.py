@@ -13,8 +13,8 @@ from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
 from megatron_burst.plugin.flags import flags
-from megatron_burst.plugin.limits import LATENT_LIMITS, flag_of
-from megatron_burst.plugin.settings import with_sendable_latents
+from megatron_burst.plugin.limits import LATENT_LIMITS, MLP_LIMITS, flag_of
+from megatron_burst.plugin.settings import mlp_config_from_args, with_sendable_latents
 from megatron_burst.plugin.training_config import LayerConfig, MlpConfig
 from megatron_burst.tools.flags import Flags, cut, kept, staged, whole, window_of
 from megatron_burst.tools.model import model_of
@@ -24,6 +24,7 @@ from megatron_burst.tools.plan.workload import Workload
 
 _VIRTUAL = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 _flags = cache(flags)
+_ASKED = {*LATENT_LIMITS, *MLP_LIMITS}
 _SELECTIVE = ("core_attn", "layernorm", "mlp", "moe_act", "moe")
 
 
@@ -36,6 +37,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
     refuse_unmodelled(given)
     element_bytes, gradient_bytes = _widths(given)
     args = _as_parsed(given)
+    mlp_config_from_args(args)  # which refuses what does not go with chunks
     chunking, fsdp = loss_chunking(given), bool(given.get("use-megatron-fsdp"))
     stages, virtual = whole(given, "pipeline-model-parallel-size"), _virtual(given)
     load = Workload(
@@ -90,16 +92,17 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         )
     if load.fp8 and cluster.fp8_speedup == 1:
         raise ValueError(f"--fp8-format: the GPUs of {cluster.name} have no FP8")
-    if load.fp8 and config_of(MlpConfig, given).chunks != 1:
-        raise ValueError("--mlp-chunks is refused beside --fp8-format")
     return load
 
 
 def _as_parsed(given: Flags) -> Namespace:
     """What Megatron's parser makes of the flags by which training refuses, or changes, ours."""
-    asked = {name: given.get(flag_of(name).removeprefix("--")) for name in LATENT_LIMITS}
+    asked = {name: given.get(flag_of(name).removeprefix("--")) for name in _ASKED}
     return Namespace(
         multi_latent_attention=given.get("multi-latent-attention"),
+        mlp_chunks=config_of(MlpConfig, given).chunks,
+        recompute_granularity=given.get("recompute-granularity"),
+        recompute_modules=selective_modules(given),
         **{name: int(str(x)) if str(x).isdecimal() else x for name, x in asked.items()},
     )
 

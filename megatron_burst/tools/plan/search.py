@@ -95,7 +95,7 @@ def search(
                 continue
             each = _in_chunks_that_fit(candidate(flags, cluster, gpus))
             if each.lacks and "mlp-chunks" not in flags:
-                each = candidate({**each.flags, **MLP_CHUNKS}, cluster, gpus)
+                each = _in_chunks_that_fit(_with(each, MLP_CHUNKS))
             if not each.lacks:
                 fitting.append(each)
             elif least is None or each.memory.total < least.memory.total:
@@ -119,10 +119,14 @@ def _in_chunks_that_fit(option: Candidate) -> Candidate:
     given = option.flags.keys() & CHUNK_SIZES
     if given or not load.chunked_loss or not of.layer <= left < of.loss:
         return option
-    flags = {**option.flags, "lm-head-memory-mb": int(left - beside) // 2**20}
+    return _with(option, {"lm-head-memory-mb": int(left - beside) // 2**20})
+
+
+def _with(option: Candidate, more: Flags) -> Candidate:
+    """Return it with more flags; as it is where these do not go with the rest."""
     try:
-        return candidate(flags, load.cluster, load.gpus)
-    except ValueError:  # too little for any chunk
+        return candidate({**option.flags, **more}, option.load.cluster, option.load.gpus)
+    except ValueError:
         return option
 
 
