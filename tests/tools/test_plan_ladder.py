@@ -87,6 +87,24 @@ def test_sizes_that_are_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sizes == (4 // pipeline, 2, pipeline) and rung.longest
 
 
+@pytest.mark.parametrize(
+    ("more", "row"), [({"fp8_format": "hybrid"}, 3), ({"pipeline_model_parallel_size": 2}, 5)]
+)
+def test_a_saving_that_does_not_go_with_the_rest_is_left_out(
+    more: dict[str, Any],
+    row: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """MLPs in chunks beside FP8, and Megatron-FSDP over stages, which ended the whole ladder."""
+    asked = given("llama3_8b", tensor_model_parallel_size=1, **more)
+    every = [*savings.rungs(asked)][row - 1 : row + 2]
+    monkeypatch.setattr(ladder, "rungs", lambda _: every)
+    found = ladder.climb(asked, H100, 8)
+    assert [rung.name for rung in found] == [every[0][0], every[2][0]]
+    assert every[1][0] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("pattern", [None, "*-" * 32])
 def test_every_rung_recomputes_all_layers_in_words_that_megatron_takes(pattern: str | None) -> None:
     """Of selective recompute its method and its number of layers are missing."""

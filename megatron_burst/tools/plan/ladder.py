@@ -13,7 +13,7 @@ from megatron_burst.tools.plan import memory, screen
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.ranking import Candidate, candidate
 from megatron_burst.tools.plan.reading import workload_of
-from megatron_burst.tools.plan.savings import rungs
+from megatron_burst.tools.plan.savings import LADDER, rungs
 from megatron_burst.tools.plan.search import sizes
 from megatron_burst.tools.plan.workload import Workload
 
@@ -59,16 +59,16 @@ class Rung:
 
 
 def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
-    """Return the rows; sizes that are given stay as they are.
+    """Return the rows; sizes that are given stay as they are, and savings that do not go are left out.
 
     Raises:
         ValueError: no size divides.
     """
-    rows = []
+    rows, gone = list[Rung](), set[str]()
     for name, flags in rungs(given):
         ways, reason = list[Rung](), "the GPUs do not divide over the sizes that are given"
         for each in sizes(given, gpus, to_data=False):
-            wanted = {**flags, **each}
+            wanted = {n: v for n, v in flags.items() if n not in gone} | each
             even = math.lcm(2 * each["context-parallel-size"], gpus)
             if (tokens := whole(wanted, "seq-length")) % even:
                 wanted = sized(wanted, _rounded(tokens, gpus))
@@ -78,9 +78,14 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
                 reason = str(error)
             else:
                 ways.append(Rung(name, wanted, load, _longest(wanted, cluster, gpus)))
-        if not ways:
+        if ways:
+            rows.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
+        elif rows:
+            gone |= LADDER[name].keys()
+            text = f"--ladder leaves out {name!r}: {' '.join(reason.split())}"
+            terminal.complain("megatron-burst plan", [text])
+        else:
             raise ValueError(f"no sizes go with these flags: {reason}")
-        rows.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
     return rows
 
 
