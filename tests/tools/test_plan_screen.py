@@ -21,6 +21,7 @@ CONFIGS = Configs.read()
 H100 = CONFIGS.cluster("h100")
 FLAGS = CONFIGS.flags_of("_long") | CONFIGS.model("llama3_8b") | {"seq-length": 131072}
 ASKED = "plan --model llama3_8b --cluster h100 --gpus 64 --seq-length 128k"
+ON_HOST = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
 
 
 def ranked(gpus: int, context: int, **more: Any) -> list[Candidate]:
@@ -190,7 +191,7 @@ def test_the_last_line_compares_with_megatrons_ways(
     [
         (8, {}, "computing"),
         (16, {"pipeline_model_parallel_size": 8, "global_batch_size": 1}, "pipeline bubble"),
-        (8, {"optimizer_cpu_offload": True, "seq_length": 8192}, "host"),
+        (8, {**ON_HOST, "seq_length": 8192}, "host"),
     ],
 )
 def test_what_bounds_a_step_is_said(gpus: int, more: dict[str, Any], bound: str) -> None:

@@ -19,7 +19,7 @@ from megatron_burst.tools.flags import hybrid_form, parsed
 from megatron_burst.tools.gpu_check.stage import Device
 from megatron_burst.tools.live_bytes import LiveBytes
 from megatron_burst.tools.model import Part, model_of
-from megatron_burst.tools.plan import measure, memory, step, timing
+from megatron_burst.tools.plan import measure, memory, savings, step, timing
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.ranking import candidate, unchosen
 from megatron_burst.tools.plan.reading import loss_chunking, workload_of
@@ -649,7 +649,7 @@ def test_experts_wait_for_the_host_or_hide_behind_another_micro_batch() -> None:
 
 
 def test_a_host_updates_the_parameters_of_its_gpus() -> None:
-    given = FLAGS | CONFIGS.model("llama3_8b") | {"optimizer-cpu-offload": True}
+    given = FLAGS | CONFIGS.model("llama3_8b") | savings.OPTIMIZER
     for gpus in (4, 8, 16):
         load = workload_of(given | {"context-parallel-size": gpus}, H100, gpus)
         still = replace(load, cluster=replace(load.cluster, update_seconds=0.0))

@@ -393,8 +393,10 @@ UNRANKED = """\
     --seq-length is 4096 ahead of --, and 8192 behind it
 --model llama3_8b --cluster h100 --gpus 12 -- --seq-length 8192 --context-parallel-size 4
     12 GPUs are not hosts of 8 each
---run toy -- --optimizer-cpu-offload --no-use-distributed-optimizer
-    Megatron wants --use-distributed-optimizer
+--run toy -- --optimizer-cpu-offload --use-distributed-optimizer
+    Megatron wants --use-distributed-optimizer and --use-precision-aware-optimizer, too
+--run toy -- --optimizer-cpu-offload --use-precision-aware-optimizer
+    Megatron wants --use-distributed-optimizer and
 --model llama3_8b --cluster h100 --gpus 8 --seq-length 8k -- --no-use-distributed-optimizer
     --grad-reduce-in-bf16 without --use-distributed-optimizer cannot be predicted
 --run toy -- --moe-layer-recompute

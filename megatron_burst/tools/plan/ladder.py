@@ -59,7 +59,7 @@ class Rung:
 
 
 def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
-    """Return the rows; sizes that are given stay as they are, and savings that do not go are left out.
+    """Return the rows; sizes that are given stay, savings that do not go with them are left out.
 
     Raises:
         ValueError: no size divides.

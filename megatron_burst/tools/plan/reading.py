@@ -78,8 +78,11 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         fp8=bool(given.get("fp8-format")),
         element_bytes=element_bytes,
     )
-    if not load.sharded and load.offload:
-        raise ValueError("--optimizer-cpu-offload: Megatron wants --use-distributed-optimizer, too")
+    if load.offload and not (load.sharded and given.get("use-precision-aware-optimizer")):
+        raise ValueError(
+            "--optimizer-cpu-offload: Megatron wants --use-distributed-optimizer and "
+            "--use-precision-aware-optimizer, too"
+        )
     if load.shards > 1 and not load.sharded and gradient_bytes == 2:
         raise ValueError(
             "--grad-reduce-in-bf16 without --use-distributed-optimizer cannot be predicted here: "
