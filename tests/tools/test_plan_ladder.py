@@ -243,6 +243,17 @@ def test_megatron_accepts_the_commands(detached: None, printed: Printed) -> None
         ({"optimizer": "muon"}, "--optimizer muon cannot be predicted here: adam alone"),
         ({"megatron-fsdp-main-grads-dtype": "fp32"}, "predicted here: auto and bf16 alone"),
         ({"cpu-offloading-num-layers": 4}, "4 cannot be predicted here: what it moves is not"),
+        ({"fp8-param-gather": True}, "weights of 16 bits alone are counted"),
+        ({"fp32-residual-connection": True}, "hidden states as wide as weights alone"),
+        ({"mtp-num-layers": 2, "mtp-use-repeated-layer": True}, "with weights of its own"),
+        ({"tensor-parallel-num-weight-shards": 8}, "weights that tensor parallelism alone"),
+        ({"step-batch-size-schedule": "0:8 1B:16"}, "give the --global-batch-size"),
+        ({"use-megatron-fsdp": True, "use-nccl-ub": True}, "its double buffers are not counted"),
+        ({"moe-paged-stash": True}, "what it moves is not counted"),
+        (
+            {"use-megatron-fsdp": True, "suggested-communication-unit-size": 10**8},
+            "100000000: it is counted to gather ahead as much as by default",
+        ),
     ],
 )
 def test_what_is_not_modelled_is_said(flags: dict[str, Any], reason: str) -> None:

@@ -3,6 +3,7 @@
 from megatron_burst.tools.flags import Flags, kept
 
 _UNEVEN = "stages of as many layers alone are"
+_WHOLE = "weights that tensor parallelism alone shares out are"
 _REFUSED = {
     "account-for-embedding-in-pipeline-split": _UNEVEN,
     "account-for-loss-in-pipeline-split": _UNEVEN,
@@ -18,12 +19,20 @@ _REFUSED = {
     "burst-block-mask": "its file would have to be of these sizes",
     "hybrid-override-pattern": "give it as --hybrid-layer-pattern",
     "heterogeneous-layers-config-path": "layers of one width alone are",
+    "heterogeneous-layers-config-encoded-json": "layers of one width alone are",
     "cpu-offloading-num-layers": "what it moves is not counted",
     "fine-grained-activation-offloading": "what it moves is not counted",
+    "moe-paged-stash": "what it moves is not counted",
     "window-attn-skip-freq": "layers with and without a window are not told apart",
     "moe-latent-size": "experts of another width are not counted",
     "moe-layer-recompute": "it is --recompute-granularity selective --recompute-modules moe",
     "moe-use-legacy-grouped-gemm": "grouped GEMM alone is",
+    "fp8-param-gather": "weights of 16 bits alone are counted",
+    "fp32-residual-connection": "hidden states as wide as weights alone are",
+    "mtp-use-repeated-layer": "each of MTP's heads is counted with weights of its own",
+    "tensor-parallel-num-weight-shards": _WHOLE,
+    "expert-tensor-parallel-num-weight-shards": _WHOLE,
+    "step-batch-size-schedule": "give the --global-batch-size of the step that is meant",
 }
 _MODELLED = {  # the values that can be predicted
     "recompute-method": ("uniform",),
@@ -45,6 +54,9 @@ _BESIDE_FSDP = {
     "optimizer-cpu-offload": "Megatron 0.19 copies gradients into whole tensors there, and these "
     "are sharded: its first step ends with an error",
     "pipeline-model-parallel-size": "when it gathers a stage's weights is not modelled",
+    "use-nccl-ub": "its double buffers are not counted",
+    "megatron-fsdp-max-pool-double-buffer": "they are not counted",
+    "suggested-communication-unit-size": "it is counted to gather ahead as much as by default",
 }
 
 
