@@ -522,11 +522,24 @@ def test_layers_with_a_state_send_the_fewer_bytes_of_their_two_ways() -> None:
     assert f"{states / 2**20:.4g} MiB where they are passed" in said_of_scans(long)
     assert taken_by_scans(load(512)) == sent_for_scans(load(512)).heads
     assert taken_by_scans(load(16384, burst_layout="zigzag")) == heads
+    stay: list[dict[str, object]] = [{"cuda_graph_impl": "local"}]
+    stay.append({"overlap_moe_expert_parallel_comm": True})
+    assert [taken_by_scans(load(16384, **more)) for more in stay] == 2 * [heads]
     assert taken_by_scans(load(16384, micro_batch_size=2)) == 2 * states
     # All-to-alls of a node: forward, again and backward.
     saved = 3 * (heads - states) / H100.within_rate
     zigzag = load(16384, burst_layout="zigzag")
     assert step.layers_seconds(zigzag) - step.layers_seconds(long) == pytest.approx(saved)
+
+
+def test_heads_that_do_not_divide_over_the_ranks_are_no_way(printed: Printed) -> None:
+    """A step took an infinite time, and our first row was `inf% faster`."""
+    words = "plan --model nemotron_h_8b --cluster h100 --gpus 24 --seq-length 96k --fractions 0 --"
+    found = printed(f"{words} --context-parallel-size 24")
+    assert "rows move, which is taken: their heads do not divide over 24" in " ".join(found.split())
+    assert "against p2p: not possible, layers with a state" in found and "inf" not in found
+    said = printed(f"{words} --context-parallel-size 24 --burst-layout zigzag", 1)
+    assert "in Megatron's zigzag: their heads do not divide over 24" in said
 
 
 def test_what_tensor_parallelism_does_not_share_out_is_on_every_rank() -> None:

@@ -4,11 +4,12 @@ import math
 import random
 from argparse import Namespace
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from megatron_burst.config import BurstConfig, LmHeadConfig, LmHeadLoss
+from megatron_burst.config import BurstConfig, LayoutName, LmHeadConfig, LmHeadLoss
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Chunking, Sizes
 from megatron_burst.plans.choice.mlp_chunks import choose_mlp_chunks
@@ -56,7 +57,7 @@ def workload_of(given: Flags, cluster: Cluster, gpus: int) -> Workload:
         tokens=whole(given, "seq-length"),
         sequences=whole(given, "global-batch-size"),
         micro=whole(given, "micro-batch-size"),
-        config=with_sendable_latents(args, config_of(BurstConfig, given)),
+        config=_attention(given, args),
         window=window_of(given),
         documents=_documents(given),
         recompute=given.get("recompute-granularity") == "full",
@@ -108,6 +109,16 @@ def _as_parsed(given: Flags) -> Namespace:
         recompute_modules=selective_modules(given),
         **{name: int(str(x)) if str(x).isdecimal() else x for name, x in asked.items()},
     )
+
+
+def _attention(given: Flags, args: Namespace) -> BurstConfig:
+    """Its settings, as training changes them for the rest."""
+    config = with_sendable_latents(args, config_of(BurstConfig, given))
+    stays = args.cuda_graph_impl not in (None, "none")
+    stays |= bool(given.get("overlap-moe-expert-parallel-comm"))
+    if stays and config.layout is LayoutName.AUTO:  # no row can move to a layer with a state
+        return replace(config, layout=LayoutName.ZIGZAG)
+    return config
 
 
 def config_of[T: (BurstConfig, LayerConfig, LmHeadConfig, MlpConfig)](

@@ -234,7 +234,10 @@ def _faster(first: Candidate, default: Candidate, way: Flags) -> str:
         return f"its KV heads do not divide over {first.load.context} ranks"
     # Settings that Megatron's attention does not have, taken back.
     bare = {name: False for name in first.flags if name.startswith("burst-")}
-    base = at_its_sizes(first, {**bare, **way})
+    try:
+        base = at_its_sizes(first, {**bare, **way})
+    except ValueError as why:
+        return f"not possible, {why}"
     if base.lacks:
         return missing(base)
     text = compared(base, first)
