@@ -308,6 +308,21 @@ def test_pipelines_and_experts_are_tried_where_they_are_asked_for(asked: tuple[s
     assert tried & {*names.values()} == {names[short] for short in asked}
 
 
+def test_stages_with_parts_are_several_and_are_searched() -> None:
+    """Megatron refuses parts of one stage, and other numbers of micro-batches than groups have."""
+    parts = {"num-virtual-stages-per-pipeline-rank": 2, "context-parallel-size": 1}
+    given = FLAGS | CONFIGS.model("llama3_8b") | parts
+    with pytest.raises(ValueError, match="2 parts of a stage: Megatron wants several stages"):
+        workload_of(given, H100, 8)
+    del given["global-batch-size"]
+    loads = [
+        workload_of({**given, **each}, H100, 8)
+        for each in sizes(parts, 8, ("pp",))
+        if each.get("pipeline-model-parallel-size")
+    ]
+    assert {load.pipeline for load in loads} == {2, 4, 8}
+
+
 def test_a_search_leaves_the_chunks_of_the_loss_to_their_default(printed: Printed) -> None:
     """The default is the least memory with which logits are made once, not a third time."""
 

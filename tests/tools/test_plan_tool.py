@@ -167,7 +167,8 @@ AWARE: dict[str, Any] = {"use-precision-aware-optimizer": True}
 )
 def test_mlps_are_replayed_where_a_layer_is_behind_them(pattern: str, replays: bool) -> None:
     """In chunks, and in checkpoints of two layers of each part."""
-    flags = {**FLAGS, "hybrid-layer-pattern": pattern}
+    flags = {**FLAGS, "hybrid-layer-pattern": pattern, "context-parallel-size": 8}
+    flags |= {"pipeline-model-parallel-size": 1 + ("|" in pattern), "global-batch-size": 2}
     assert workload_of(flags, CONFIGS.cluster("a800"), 16).replays_mlps == replays
 
 

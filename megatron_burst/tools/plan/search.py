@@ -204,7 +204,8 @@ def sizes(
             contexts = [whole(flags, "context-parallel-size")]
         for context in contexts:
             data = max(1, left // context)
-            sequences = data * whole(flags, "micro-batch-size") * (4 * pipeline - 3)
+            batches = 4 * pipeline if pipeline > 1 else 1  # in groups, where stages have parts
+            sequences = data * whole(flags, "micro-batch-size") * batches
             yield {
                 "tensor-model-parallel-size": tensor,
                 **({_SEQUENCE: True} if tensor > 1 and _SEQUENCE not in flags else {}),

@@ -122,6 +122,10 @@ class Workload:
                 f"data-parallel ranks of {self.micro} sequences a micro-batch; a multiple of "
                 f"{multiple} does"
             )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"{self.virtual} parts of a stage: Megatron wants several stages for them"
+            )
         group, batches = max(self.group, self.pipeline), self.micro_batches
         if self.virtual > 1 and (group > batches or 0 < batches % group < self.pipeline):
             raise ValueError(
