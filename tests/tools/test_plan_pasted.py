@@ -77,6 +77,9 @@ def test_what_the_command_does_not_say_is_assumed_and_said() -> None:
     assert known.flags["vocab-size"] == 50257
     padded = read(f"{words} --padded-vocab-size 201088")
     assert model_of(padded.flags).vocabulary == 201088 and "vocab" not in padded.assumed
+    assert read(WHOLE.replace("--bf16", "")).assumed.startswith("without --bf16 float32, whose")
+    halves = WHOLE.replace("--nnodes 8 --nproc-per-node 8", "--nnodes 16 --nproc-per-node 4")
+    assert read(halves).assumed == "nodes of 8 GPUs: its torchrun starts 4 on each"
     packed = read(f"{WHOLE} --dataloader-inter-document-masking")
     assert "dataloader-inter-document-masking" not in packed.flags
     assert packed.assumed.startswith("a sequence is taken for one document")

@@ -79,6 +79,10 @@ def read(words: Sequence[str], given: argparse.Namespace, configs: Configs) -> P
     assumed = complete(flags, gpus)
     if started not in (0, gpus):
         assumed.append(f"{gpus} GPUs, as --gpus says: its torchrun starts {started} ranks")
+    elif started and line.ranks_per_node != (node := min(a_node, gpus)):
+        assumed.append(f"nodes of {node} GPUs: its torchrun starts {line.ranks_per_node} on each")
+    if not flags.get("bf16"):
+        assumed.append("without --bf16 float32, whose products are timed as bfloat16's")
     keeps = given.documents or given.search is not None or given.ladder  # in what these print
     if not keeps:
         assumed += as_one_document(flags)
