@@ -135,6 +135,13 @@ def test_a_pipeline_waits_while_it_fills_and_holds_micro_batches() -> None:
     assert inputs[1] == inputs[0] < inputs[2]
 
 
+def test_a_stage_has_one_input_of_those_that_are_on_the_host() -> None:
+    """Of the last of four stages a quarter of it was counted."""
+    stages = {"pipeline_model_parallel_size": 4, "recompute_offload": True}
+    load = load_of("llama3_8b", 8, global_batch_size=64, **stages)
+    assert {memory._of_stage(load, n).inputs for n in (0, 3)} == {load.hidden_bytes}
+
+
 def test_stages_of_a_hybrid_model_are_written_into_its_pattern() -> None:
     def written(virtual: int = 1, **flags: object) -> dict[str, Any]:
         given = {name.replace("_", "-"): value for name, value in flags.items()}

@@ -92,7 +92,7 @@ def _of_stage(load: Workload, stage: int) -> Memory:
         gradients=gradients,
         optimizer=optimizer,
         gathered=gathered(load),
-        inputs=int(_stored(load) * waiting / load.pipeline),
+        inputs=_stored(load, waiting),
         saved=0 if load.recompute_offload else int(_results(load) * waiting),
         layer=working_set(load),
         loss=of_loss if stage == load.pipeline - 1 else 0,
@@ -146,7 +146,7 @@ def _in_flight(load: Workload, stage: int) -> float:
     return min(waiting, load.micro_batches)
 
 
-def _stored(load: Workload) -> int:
+def _stored(load: Workload, waiting: float) -> int:
     """Of all layers until their backward: the input where they are recomputed, or what they save.
 
     Attention and the MLP after it are one layer there, other kinds one each.
@@ -155,9 +155,11 @@ def _stored(load: Workload) -> int:
         # The next is on its way when the layer's own attention is over.
         return load.hidden_bytes // load.row_shards
     if load.recompute:
-        return _inputs(load)
-    a_token = sum(_saved(load, name) * part.count for name, part in load.model.parts.items())
-    return int(load.local_tokens * load.element_bytes * a_token)
+        stored: float = _inputs(load)
+    else:
+        a_token = sum(_saved(load, name) * part.count for name, part in load.model.parts.items())
+        stored = load.local_tokens * load.element_bytes * a_token
+    return int(stored * waiting / load.pipeline)
 
 
 def _inputs(load: Workload) -> int:
