@@ -8,7 +8,7 @@ import pytest
 
 from megatron_burst.tools.arguments.plan import parser
 from megatron_burst.tools.model import model_of
-from megatron_burst.tools.plan import answer, pasted
+from megatron_burst.tools.plan import answer, command, pasted
 from megatron_burst.tools.plan.configs import Configs
 from megatron_burst.tools.plan.pasted import Pasted, as_it_stands
 from megatron_burst.tools.plan.ranking import Candidate
@@ -304,3 +304,13 @@ def test_sizes_are_searched_for_a_whole_command(printed: Printed) -> None:
     rows = json.loads(printed(words))
     assert rows and all(row["context"] == 8 for row in rows), "sizes that are given stay"
     assert "--cp-comm-type" not in rows[0]["command"] and "--num-layers 32" in rows[0]["command"]
+
+
+def test_what_is_assumed_of_a_command_is_said_where_its_sizes_are_searched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_predict", lambda *_: None)
+    words = WHOLE.replace("--vocab-size 128256", "")
+    for asked in ("--search", "--ladder"):
+        command.main(f"--cluster h100 {asked} -- {words}".split())
+        assert "--vocab-size 128256 is assumed" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from megatron_burst.tools.plan.own_flags import asked, checked
 from megatron_burst.tools.plan.pasted import is_command
 from megatron_burst.tools.plan.ranking import rank
 from megatron_burst.tools.plan.search import SEARCHED, Wish, search
+from megatron_burst.tools.terminal import complain
 
 _USUAL = "_long"  # the base of runs whose flags a model without a run gets
 
@@ -48,6 +49,8 @@ def _answer(configs: Configs, given: argparse.Namespace, words: Sequence[str]) -
     command = pasted.read(words, given, configs)
     if given.search is None and not given.ladder:
         return answer.show(command, as_json=given.json)
+    if command.assumed:
+        complain("megatron-burst plan", [command.assumed])
     _predict(given, pasted.without_theirs(command.flags), command.cluster, command.gpus)
 
 
