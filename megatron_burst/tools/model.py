@@ -30,6 +30,7 @@ class Part:
     on_all_ranks: int = 0  # of them, those that tensor parallelism does not
     activated: int = 0  # of what is saved, what the activations of experts make
     at_work: float = 7 / 3  # numbers that live in its backward, over those that it saves within
+    at_second: float = 0.0  # of them, those of an MLP's at its second product
 
     @property
     def forward_flops(self) -> int:
@@ -214,7 +215,8 @@ def _kinds(given: Flags) -> tuple[str, int]:
 def _mlp(count: int, matrices: int, hidden: int, ffn: int, at_work: float) -> Part:
     """It saves its norm and sum, its first product, what the activation makes of it."""
     parameters = matrices * hidden * ffn
-    return Part(count, parameters, parameters, 2 * hidden + matrices * ffn, at_work=at_work)
+    saved, at_second = 2 * hidden + matrices * ffn, (matrices + 1) / matrices
+    return Part(count, parameters, parameters, saved, at_work=at_work, at_second=at_second)
 
 
 def _experts(number: Any, count: int, matrices: int, hidden: int, ffn: int, at_work: float) -> Part:

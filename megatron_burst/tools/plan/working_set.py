@@ -48,6 +48,9 @@ def _inside_others(load: Workload) -> int:
             continue
         within = part.saved - 2 * load.model.hidden + from_others(load, name)
         inside = part.at_work * within * a_token
+        if name == "mlp" and load.row_shards > 1:  # its output's gradient is gathered
+            at_second = part.at_second * within * a_token + load.tensor * load.hidden_bytes
+            inside = max(inside, at_second)
         if name == "experts" and load.gathers_tokens:
             inside += load.expert * load.expert_tensor * load.hidden_bytes
         if name == "mlp" and load.mlp_chunks > 1:
