@@ -137,27 +137,37 @@ def test_every_rung_is_within_5_per_cent_of_what_lives_in_a_step() -> None:
     assert found == pytest.approx(counted, rel=0.05)
 
 
-FAST = {(4, 4, True), (8, 0, True), (8, 1, False)}
-STEPS = [(tensor, rung, True) for tensor in (1, 2, 4, 8) for rung in (0, 4)]
-STEPS += [(tensor, rung, False) for tensor in (2, 4, 8) for rung in (1, 4)]
+PLAIN = 8, ""  # kv heads; and what else is not Llama's
+FAST = {(4, 4, True, *PLAIN), (8, 0, True, *PLAIN), (8, 1, False, *PLAIN)}
+FAST |= {(8, 2, True, *PLAIN), (8, 4, True, 4, "")}
+STEPS = [(tensor, rung, True, *PLAIN) for tensor in (1, 2, 4, 8) for rung in (0, 2, 4)]
+STEPS += [(tensor, rung, False, *PLAIN) for tensor in (2, 4, 8) for rung in (1, 4)]
+STEPS += [(4, rung, True, 8, "ungated") for rung in (1, 4)]
+STEPS += [(tensor, 4, True, tensor // 2, kind) for tensor in (4, 8) for kind in ("", "norms")]
 
 
 @pytest.mark.parametrize("case", slow_if({*STEPS} - FAST, STEPS))
 def test_tensor_parallel_steps_are_within_5_per_cent_of_the_count(
-    case: tuple[int, int, bool],
+    case: tuple[int, int, bool, int, str],
 ) -> None:
-    """On 8 GPUs, without savings, with the loss in chunks or with all; last: sequence-parallel."""
-    tensor, rung, shares_rows = case
+    """On 8 GPUs, of a row of the ladder, with and without sequence parallelism.
+
+    Where kv heads are fewer than ranks, each gathers q, k and v of all, and with norms keeps them.
+    """
+    tensor, rung, shares_rows, kv_heads, kind = case
     pytest.importorskip("megatron.core.models.gpt")
     from step_memory import SAVINGS, Settings, measure
 
     tokens, ranks = 131072, 8 // tensor
     sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": ranks}
     more = {"sequence_parallel": shares_rows and tensor > 1}
-    flags = given("llama3_8b", num_layers=2, lm_head_memory_mb=512, **sizes, **more)
+    model = {"num_query_groups": kv_heads, "qk_layernorm": kind == "norms"}
+    model |= {"num_layers": 2, "swiglu": kind != "ungated"}
+    flags = given("llama3_8b", lm_head_memory_mb=512, **model, **sizes, **more)
     _, asked = list(savings.rungs(flags))[rung]
     found = memory.predict(workload_of(ladder.sized(asked, tokens * ranks), H100, 8))
-    step = Settings(2, tokens, ranks, tensor, **more, savings=frozenset(SAVINGS[:rung]))
+    heads = {"kv_heads": kv_heads, "qk_norm": kind == "norms", "gated": kind != "ungated"}
+    step = Settings(2, tokens, ranks, tensor, **heads, **more, savings=frozenset(SAVINGS[:rung]))
     counted = measure(step).peak
     assert found.inputs + max(found.layer, found.loss) == pytest.approx(counted, rel=0.05)
 
@@ -167,7 +177,7 @@ def test_tensor_parallel_steps_are_within_5_per_cent_of_the_count(
 @pytest.mark.parametrize(
     ("tensor", "shares_rows", "kv_heads", "norms"),
     [(1, True, 8, False), (4, True, 8, False), (4, False, 8, False)]
-    + [(1, True, 8, True), (1, True, 32, True)],
+    + [(1, True, 8, True), (1, True, 32, True), (8, True, 4, False), (8, True, 4, True)],
 )
 def test_what_a_layer_saves_is_within_1_per_cent_of_the_count(
     tensor: int, shares_rows: bool, kv_heads: int, norms: bool, recompute: str | None

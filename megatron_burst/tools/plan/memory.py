@@ -8,7 +8,12 @@ from megatron_burst.tools.plan import timing
 from megatron_burst.tools.plan.cluster import Cluster
 from megatron_burst.tools.plan.communicators import uses
 from megatron_burst.tools.plan.states import gathered, states
-from megatron_burst.tools.plan.working_set import between_projections, from_others, working_set
+from megatron_burst.tools.plan.working_set import (
+    between_projections,
+    from_others,
+    of_all_ranks,
+    working_set,
+)
 from megatron_burst.tools.plan.workload import Ring, Workload
 from megatron_burst.transport.host import pinned_bytes
 
@@ -180,8 +185,9 @@ def _saved(load: Workload, name: str) -> float:
         inside = between_projections(load)
     if name == "attention" and "core_attn" in modules:
         # Its second pass needs the tensor that q, k and v lie in, as norms of heads do, and no v.
-        more = -model.kv_heads if model.norms_heads else model.heads + model.kv_heads
-        inside += more * model.head_dim
+        kv_heads, whole = max(model.kv_heads, load.tensor), of_all_ranks(load) * load.tensor
+        more = whole or (model.heads + kv_heads) * model.head_dim
+        inside += -kv_heads * model.head_dim if model.norms_heads else more
     if name == "mlp" and "mlp" in modules or name == "experts" and "moe" in modules:
         inside = 0
     elif name == "experts" and "moe_act" in modules:

@@ -10,6 +10,7 @@ from megatron_burst.tools.model import Part
 from megatron_burst.tools.plan.memory import hosted_activations
 from megatron_burst.tools.plan.scans import taken_by_scans
 from megatron_burst.tools.plan.timing import Pass, attention_passes, together
+from megatron_burst.tools.plan.working_set import of_all_ranks
 from megatron_burst.tools.plan.workload import Workload
 
 _BLOCK = 128  # rows of a tile of a grouped matrix product
@@ -150,6 +151,7 @@ def layers_seconds(load: Workload) -> float:
     # Experts take tokens as they are spread.
     shared = sum(p.count for n, p in load.model.parts.items() if n not in ("experts", "mtp"))
     seconds += shared * _tensor_parallel(load)
+    seconds += load.model.layers * (3 if load.recompute else 2) * _whole_projections(load)
     return max(seconds, waited) if load.hides_experts else seconds + waited
 
 
@@ -192,6 +194,12 @@ def _tensor_parallel(load: Workload) -> float:
     count = 2 + (2 if load.recompute else 0) + (3 if load.sequence_parallel else 2)
     moved = count * load.hidden_bytes * (load.tensor - 1) / load.tensor
     return moved / load.cluster.within_rate
+
+
+def _whole_projections(load: Workload) -> float:
+    """Seconds in which ranks that share kv heads gather all q, k and v, or scatter gradients."""
+    moved = load.local_tokens * load.element_bytes * of_all_ranks(load)
+    return moved * (load.tensor - 1) / load.tensor / load.cluster.within_rate
 
 
 def _handed_on(load: Workload) -> float:

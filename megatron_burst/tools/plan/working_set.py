@@ -22,10 +22,20 @@ def working_set(load: Workload) -> int:
     if load.tensor == 1:
         return int(most)
     gathered = hidden if load.sequence_parallel else 0
-    # A product that is not summed over the ranks yet; q, k and v twice.
+    # A product that is not summed over the ranks yet, and q, k and v twice, or those of all ranks.
     fused = a_token * (2 * model.heads + model.kv_heads) * model.head_dim
-    summed = hidden + (_HIDDEN - 1) * around + (kept + fused) // load.tensor
+    whole = a_token * of_all_ranks(load)
+    is_kept = whole * model.norms_heads
+    summed = max(hidden + max(fused // load.tensor, whole - is_kept), 2 * whole - is_kept)
+    summed += (_HIDDEN - 1) * around + kept // load.tensor
     return int(gathered + max(most, summed))
+
+
+def of_all_ranks(load: Workload) -> int:
+    """Numbers of a token: q, k and v of all tensor-parallel ranks, where kv heads are fewer."""
+    model = load.model
+    is_gathered = model.kv_heads < load.tensor and not model.latents
+    return (model.heads + 2 * model.kv_heads) * model.head_dim * is_gathered
 
 
 def between_projections(load: Workload) -> int:
@@ -33,10 +43,12 @@ def between_projections(load: Workload) -> int:
     model = load.model
     if model.latents:
         return model.parts["attention"].saved - 3 * model.hidden if model.layers else 0
-    numbers = (model.heads + model.kv_heads) * (model.head_dim + model.value_head_dim)
+    kv_heads, whole = max(model.kv_heads, load.tensor), of_all_ranks(load) * load.tensor
+    numbers = (model.heads + kv_heads) * (model.head_dim + model.value_head_dim)
     if model.norms_heads:  # of the tensor that q, k and v lie in, and of q apart for grouped heads
         apart = model.heads * (model.kv_heads < model.heads)
-        numbers += (model.heads + 2 * model.kv_heads + apart) * model.head_dim
+        numbers += whole or (model.heads + 2 * kv_heads) * model.head_dim
+        numbers += apart * model.head_dim
     return numbers
 
 
