@@ -396,6 +396,9 @@ def test_hosts_smaller_than_a_node_are_told_where_the_node_ends() -> None:
     given = {name: value for name, value in flags.items() if name != "global-batch-size"}
     (best, *_) = search(given, CONFIGS.cluster("gb200"), 8, Wish([0]))
     assert "--nnodes 2" in best.command() and "--burst-ranks-per-node 8" in best.command()
+    packed = {"dataloader-inter-document-masking": True, "documents-mean": 8192}
+    command = candidate(flags | packed, CONFIGS.cluster("gb200"), 8).command()
+    assert "documents-mean" not in command and "--burst-ranks-per-node 8" in command
 
 
 def test_a_measured_machine_is_a_cluster(

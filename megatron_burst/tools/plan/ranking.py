@@ -113,7 +113,7 @@ class Candidate:
         more: dict[str, int] = {"documents-mean": False}  # which is the planner's
         a_node = self.load.ranks_per_host
         if cluster.gpus_per_host and self.load.context > 1:  # host names would tell another node
-            more = {"burst-ranks-per-node": max(1, self.load.ranks_per_node)}
+            more |= {"burst-ranks-per-node": max(1, self.load.ranks_per_node)}
         flags = staged({**self.flags, **more}, self.load.pipeline * self.load.virtual)
         nodes, where = self.load.gpus // a_node, "--standalone"
         if nodes > 1:
