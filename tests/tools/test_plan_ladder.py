@@ -87,6 +87,13 @@ def test_sizes_that_are_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sizes == (4 // pipeline, 2, pipeline) and rung.longest
 
 
+def test_sizes_that_do_not_go_with_the_rest_are_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 8 tensor-parallel ranks 14B has 5 heads each, which two ranks cannot share out."""
+    monkeypatch.setattr(ladder, "rungs", lambda flags: [*savings.rungs(flags)][:1])
+    (rung,) = ladder.climb(given("14b", burst_head_parallel_size=2), H100, 16)
+    assert rung.load.tensor == 4
+
+
 @pytest.mark.parametrize(
     ("more", "row"), [({"fp8_format": "hybrid"}, 3), ({"pipeline_model_parallel_size": 2}, 5)]
 )

@@ -74,10 +74,9 @@ def climb(given: Flags, cluster: Cluster, gpus: int) -> list[Rung]:
                 wanted = sized(wanted, _rounded(tokens, gpus))
             try:
                 load = workload_of(wanted, cluster, gpus)
+                ways.append(Rung(name, wanted, load, _longest(wanted, cluster, gpus)))
             except ValueError as error:
                 reason = str(error)
-            else:
-                ways.append(Rung(name, wanted, load, _longest(wanted, cluster, gpus)))
         if ways:
             rows.append(max(ways, key=lambda way: (way.longest, -memory.predict(way.load).total)))
         elif rows:
