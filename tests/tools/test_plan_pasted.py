@@ -208,7 +208,7 @@ def test_what_cannot_be_predicted_or_run_says_why(megatron: None, printed: Print
     text = printed(f"{words} --fp16")
     assert "as it stands: --fp16 True cannot be predicted here" in text
     assert "with our flags: --fp16 True cannot be predicted here" in text
-    assert "it has our flags" not in text
+    assert "it has our flags" not in text and "what then stops it" not in text
 
 
 def test_a_variable_that_megatron_wants_is_set(

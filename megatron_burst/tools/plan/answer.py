@@ -99,13 +99,12 @@ class Answer:
 
 def answer(pasted: Pasted) -> Answer:
     """Ask the doctor, and predict the step as it stands and with our flags."""
-    stands = _predicted(pasted, as_it_stands)
+    stands, line = _predicted(pasted, as_it_stands), pasted.line
     try:
         changed = change(pasted)
-        ours = _predicted(pasted, changed.of)
+        ours, ours_line = _predicted(pasted, changed.of), changed.of_line(line)
     except ValueError as reason:
-        changed, ours = Change({}, {}), str(reason)
-    line, ours_line = pasted.line, changed.of_line(pasted.line)
+        changed, ours, ours_line = Change({}, {}), str(reason), line
     findings = _doctor(pasted, line)
     left = _errors(_doctor(pasted, ours_line) if ours_line != line else findings)
     return Answer(pasted, findings, stands, changed, ours, left, _kept(pasted, changed, ours, left))
