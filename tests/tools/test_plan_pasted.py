@@ -153,6 +153,8 @@ def test_a_whole_command_has_three_answers(megatron: None, printed: Printed) -> 
     assert f"start: -m megatron_burst.run {SCRIPT}" in lines
     assert "add: --context-parallel-algo burst --lm-head-loss chunked" in lines
     assert "drop: --cp-comm-type p2p --cross-entropy-loss-fusion" in lines
+    deferred = read(f"{WHOLE} --defer-embedding-wgrad-compute")
+    assert "defer-embedding-wgrad-compute" in pasted.change(deferred).drop, "ours refuses it"
     assert lines[-1].startswith("with our flags a step is ") and " GiB less" in lines[-1]
     assert "what then stops it" not in text
 

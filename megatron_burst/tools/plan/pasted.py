@@ -25,7 +25,7 @@ _ALGO, _TYPE = "context-parallel-algo", "cp-comm-type"
 _HIERARCHY = "hierarchical-context-parallel-sizes"
 _THEIRS = (  # of Megatron's attention and loss, which ours stand in for
     *(_TYPE, _HIERARCHY, "attention-backend"),
-    *("cross-entropy-loss-fusion", "cross-entropy-fusion-impl"),
+    *("cross-entropy-loss-fusion", "cross-entropy-fusion-impl", "defer-embedding-wgrad-compute"),
 )
 _VOCABULARY = {"GPT2BPETokenizer": 50257}  # of tokenizers that need no file to be known
 _USUAL_VOCABULARY = 128256  # of Llama 3
