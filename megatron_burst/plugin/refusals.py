@@ -84,14 +84,8 @@ def lm_head_refusals(args: Any) -> list[str]:
 
 def sharding_refusals(args: Any) -> Iterator[str]:
     """Yield what Megatron does wrong with weights that it shards, and state that it cannot load."""
-    if args.use_megatron_fsdp and args.optimizer_cpu_offload:
-        yield (
-            "optimizer_cpu_offload = True: Megatron copies gradients into whole tensors there, "
-            "which --use-megatron-fsdp shards, and its first step ends with an error: drop one of "
-            "them"
-        )
-    if args.use_megatron_fsdp and args.num_distributed_optimizer_instances > 1:
-        yield from _instances_refusals(args)
+    if args.use_megatron_fsdp:
+        yield from _fsdp_refusals(args)
     is_fsdp2 = getattr(args, "use_torch_fsdp2", False)
     if is_fsdp2 and args.calculate_per_token_loss:
         yield (
@@ -110,11 +104,6 @@ def sharding_refusals(args: Any) -> Iterator[str]:
             "use_torch_fsdp2 = True: Megatron loads no step of Adam: torch's ends with a KeyError, "
             "others count from 1 again: add --no-load-optim, or take --use-megatron-fsdp"
         )
-    if args.use_megatron_fsdp and args.swiglu and args.save and not (args.bf16 or args.fp16):
-        yield (
-            "use_megatron_fsdp = True, swiglu = True: Megatron cannot save them in float32, its "
-            "first save ends with an error: add --bf16, or drop --save or one of them"
-        )
     if args.ckpt_format == "torch_dcp" and (args.save or args.load):
         yield (
             "ckpt_format = torch_dcp: Megatron (0.19, main d98e8a64) can save but not load it, its "
@@ -122,17 +111,35 @@ def sharding_refusals(args: Any) -> Iterator[str]:
         )
 
 
-def _instances_refusals(args: Any) -> Iterator[str]:
-    """What Megatron-FSDP (0.19, main d98e8a64) does wrong beside copies of what it shards."""
-    if not args.overlap_grad_reduce:
+def _fsdp_refusals(args: Any) -> Iterator[str]:
+    """What Megatron-FSDP (0.19) fails in or does wrong, beside Megatron's own attention, too."""
+    if args.optimizer_cpu_offload:
         yield (
-            f"num_distributed_optimizer_instances = {args.num_distributed_optimizer_instances}: "
-            "Megatron-FSDP sums no gradients between them: add --overlap-grad-reduce, or drop it"
+            "optimizer_cpu_offload = True: Megatron copies gradients into whole tensors there, "
+            "which --use-megatron-fsdp shards, and its first step ends with an error: drop one of "
+            "them"
         )
-    if (strategy := args.outer_dp_sharding_strategy) != "no_shard":
+    if args.swiglu and args.save and not (args.bf16 or args.fp16):
+        yield (
+            "use_megatron_fsdp = True, swiglu = True: Megatron cannot save them in float32, its "
+            "first save ends with an error: add --bf16, or drop --save or one of them"
+        )
+    instances, strategy = args.num_distributed_optimizer_instances, args.outer_dp_sharding_strategy
+    if instances > 1 and not args.overlap_grad_reduce:
+        yield (
+            f"num_distributed_optimizer_instances = {instances}: Megatron-FSDP sums no gradients "
+            "between them: add --overlap-grad-reduce, or drop it"
+        )
+    if instances > 1 and strategy != "no_shard":
         yield (
             f"outer_dp_sharding_strategy = {strategy}: Megatron clips gradients by the norm of one "
             "instance's: drop --outer-dp-sharding-strategy"
+        )
+    repeats = args.mtp_use_repeated_layer and args.recompute_method == "uniform"
+    if repeats and "grads" in args.data_parallel_sharding_strategy:
+        yield (
+            "mtp_use_repeated_layer = True: under full recompute Megatron-FSDP sums gradients of "
+            "that layer wrongly: take --recompute-method block, or drop one of them"
         )
 
 

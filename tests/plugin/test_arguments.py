@@ -514,6 +514,11 @@ INSTANCES = "--use-megatron-fsdp --num-distributed-optimizer-instances=2"
         ("--use-megatron-fsdp --swiglu --save=there", "cannot save them in float32"),
         (INSTANCES, "sums no gradients between them: add --overlap-grad-reduce"),
         (f"{INSTANCES} --outer-dp-sharding-strategy=optim", "by the norm of one instance"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy=optim_grads "
+            "--mtp-use-repeated-layer --recompute-method=uniform",
+            "sums gradients of that layer wrongly: take --recompute-method block",
+        ),
         ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
         ("--use-torch-fsdp2 --load=there", "loads no step of Adam"),
         ("--optimizer=sgd --load=there", "Megatron loads no momentum of torch_dist"),
