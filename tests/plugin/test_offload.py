@@ -240,9 +240,9 @@ def test_what_is_counted() -> None:
     assert host_room.offloaded(spread, 131072, None) == {2**29: 32}
     wide = of_layers(32, fp32_residual_connection=True)
     assert host_room.offloaded(wide, 131072, None) == {2**31: 32}
-    predicting = of_layers(32)
-    predicting.mtp = SimpleNamespace(layers=[None])  # its checkpoint saves embeddings, too
-    assert host_room.offloaded(predicting, 131072, None) == {2**30: 34}
+    predicting = of_layers(32, mtp_num_layers=2, mtp_use_repeated_layer=True)
+    predicting.mtp = SimpleNamespace(layers=[None])  # its checkpoints save embeddings, too
+    assert host_room.offloaded(predicting, 131072, None) == {2**30: 36}
     rows = 131072 // 4 * 16  # of a rank's heads
     for recompute, inputs, calls in (
         ({}, 32, 32),

@@ -149,7 +149,8 @@ def _inputs(model: Any) -> int:
     number = config.recompute_num_layers or 1
     if config.recompute_method == "block":
         return min(number, layers)
-    return math.ceil(layers / number) + 2 * len([*mtp_layers(model)])
+    depths = config.mtp_num_layers if [*mtp_layers(model)] else 0  # of one layer, maybe
+    return math.ceil(layers / number) + 2 * depths
 
 
 def available_bytes() -> int:
