@@ -212,14 +212,20 @@ def _check_length(args: argparse.Namespace, config: BurstConfig) -> None:
 
 
 def _recompute_refusals(args: argparse.Namespace, config: BurstConfig) -> Iterator[str]:
-    """Attention's outputs are saved, and inputs offloaded, only where Megatron recomputes."""
+    """What has no effect where Megatron recomputes nothing, and modules in which it fails."""
     is_full, fraction = args.recompute_granularity == "full", config.recompute_fraction
     selective = args.recompute_granularity == "selective" or args.recompute_activations
-    norms = sorted({"layernorm", "gdn_norm_out"} & {*(args.recompute_modules or ())})
+    modules = args.recompute_modules or ["core_attn"]
+    norms = sorted({"layernorm", "gdn_norm_out"} & {*modules})
     if selective and norms and importlib.util.find_spec("transformer_engine") is None:
         yield (
             f"--recompute-modules {' '.join(norms)}: Megatron asks TransformerEngine there, which "
             "is not installed: leave them out"
+        )
+    if selective and "mlp" in modules and args.add_bias_linear and not (args.fp8 or args.fp4):
+        yield (
+            "--recompute-modules mlp: Megatron's backward of an MLP with biases calls itself until "
+            "no memory is left: add --disable-bias-linear, or take --mlp-chunks auto for it"
         )
     if args.recompute_offload and not is_full and fraction in (None, 1):
         yield (
@@ -229,7 +235,7 @@ def _recompute_refusals(args: argparse.Namespace, config: BurstConfig) -> Iterat
     if fraction is None:
         return
     given = f"--recompute-attention-fraction {fraction}"
-    attention = selective and "core_attn" in (args.recompute_modules or ["core_attn"])
+    attention = selective and "core_attn" in modules
     if not (is_full or attention):
         yield (
             f"{given} has no effect where Megatron does not recompute attention: add {_FULL}, or "

@@ -209,7 +209,8 @@ def test_files_are_checked_by_our_own_entry_alone_unless_asked_for(
         KEEP + FULL,
         KEEP + FULL.replace("uniform", "block"),
         KEEP + "--recompute-granularity selective",
-        KEEP + "--recompute-granularity selective --recompute-modules core_attn mlp",
+        KEEP + "--recompute-granularity selective --disable-bias-linear "
+        "--recompute-modules core_attn mlp",
         KEEP + "--recompute-activations",
         BURST + "--window-size 128,0",
         BURST + "--window-size (128,0) --window-attn-skip-freq 4",
@@ -287,6 +288,8 @@ WRONG_FLAGS = f"""\
     --recompute-offload has no effect where Megatron recomputes no whole layers: add
 {BURST}--recompute-granularity selective --recompute-attention-fraction 1 --recompute-offload
     --recompute-offload has no effect where Megatron recomputes no whole layers: add
+{BURST}--recompute-activations --recompute-modules core_attn mlp
+    --recompute-modules mlp: .* calls itself .*: add --disable-bias-linear
 {BURST}--recompute-granularity selective --recompute-modules layernorm core_attn
     --recompute-modules layernorm: Megatron asks TransformerEngine
 {BURST}--context-parallel-size 4 --seq-length 40 --burst-layout segmented-zigzag
