@@ -124,6 +124,16 @@ def _fsdp_refusals(args: Any) -> Iterator[str]:
             "use_megatron_fsdp = True, swiglu = True: Megatron cannot save them in float32, its "
             "first save ends with an error: add --bf16, or drop --save or one of them"
         )
+    if args.fp16:
+        yield (
+            "fp16 = True: Megatron-FSDP's first step ends with an error where a rank has no part "
+            "of a weight: take --bf16, or drop one of them"
+        )
+    if (stages := args.pipeline_model_parallel_size) > 1:
+        yield (
+            f"pipeline_model_parallel_size = {stages}: Megatron-FSDP's meshes are of all ranks, "
+            "and know no stages: drop one of them"
+        )
     instances, strategy = args.num_distributed_optimizer_instances, args.outer_dp_sharding_strategy
     if instances > 1 and not args.overlap_grad_reduce:
         yield (

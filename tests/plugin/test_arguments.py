@@ -515,6 +515,8 @@ INSTANCES = "--use-megatron-fsdp --num-distributed-optimizer-instances=2"
     [
         ("--use-megatron-fsdp --optimizer-cpu-offload", "its first step ends with an error: drop"),
         ("--use-megatron-fsdp --swiglu --save=there", "cannot save them in float32"),
+        ("--use-megatron-fsdp --fp16", "where a rank has no part of a weight: take --bf16"),
+        ("--use-megatron-fsdp --pipeline-model-parallel-size=2", "know no stages: drop one"),
         (INSTANCES, "sums no gradients between them: add --overlap-grad-reduce"),
         (f"{INSTANCES} --outer-dp-sharding-strategy=optim", "by the norm of one instance"),
         (
