@@ -93,6 +93,13 @@ def sharding_refusals(args: Any) -> Iterator[str]:
             "which are then larger by the number of tokens: drop --calculate-per-token-loss, or "
             "take --use-megatron-fsdp"
         )
+    shards = args.use_megatron_fsdp and "grads" in args.data_parallel_sharding_strategy
+    repeats = args.mtp_use_repeated_layer and args.recompute_method == "uniform"
+    if repeats and (shards or is_fsdp2):
+        yield (
+            "mtp_use_repeated_layer = True: under full recompute FSDP, Megatron's or torch's, sums "
+            "gradients of that layer wrongly: take --recompute-method block, or drop one of them"
+        )
     resumes = args.load and not (args.no_load_optim or args.finetune or args.skip_train)
     if resumes and args.optimizer == "sgd" and args.ckpt_format == "torch_dist":
         yield (
@@ -144,12 +151,6 @@ def _fsdp_refusals(args: Any) -> Iterator[str]:
         yield (
             f"outer_dp_sharding_strategy = {strategy}: Megatron clips gradients by the norm of one "
             "instance's: drop --outer-dp-sharding-strategy"
-        )
-    repeats = args.mtp_use_repeated_layer and args.recompute_method == "uniform"
-    if repeats and "grads" in args.data_parallel_sharding_strategy:
-        yield (
-            "mtp_use_repeated_layer = True: under full recompute Megatron-FSDP sums gradients of "
-            "that layer wrongly: take --recompute-method block, or drop one of them"
         )
 
 

@@ -524,6 +524,10 @@ INSTANCES = "--use-megatron-fsdp --num-distributed-optimizer-instances=2"
             "--mtp-use-repeated-layer --recompute-method=uniform",
             "sums gradients of that layer wrongly: take --recompute-method block",
         ),
+        (
+            "--use-torch-fsdp2 --mtp-use-repeated-layer --recompute-method=uniform",
+            "sums gradients of that layer wrongly: take --recompute-method block",
+        ),
         ("--use-torch-fsdp2 --calculate-per-token-loss", "Megatron scales no gradient under"),
         ("--use-torch-fsdp2 --load=there", "loads no step of Adam"),
         ("--optimizer=sgd --load=there", "Megatron loads no momentum of torch_dist"),
