@@ -21,7 +21,7 @@ from megatron_burst.attention.kv import ExpandedLatents, KeysAndValues, Latents
 from megatron_burst.attention.passes import backward, forward
 from megatron_burst.attention.preparing import head_exchange
 from megatron_burst.attention.preparing import prepare as prepare_call
-from megatron_burst.attention.saved import AttentionMemory
+from megatron_burst.attention.saved import AttentionMemory, is_selective
 from megatron_burst.attention.signature import Given, KindOfTensor
 from megatron_burst.attention.sink import sink_gradient
 from megatron_burst.kernels.dtypes import as_autocast, without_autocast
@@ -140,6 +140,11 @@ def ring_attention(
     check_context(context)
     with context.agreed.told("attention"):
         check_mask(mask, layout, context.config.block_mask)
+        if memory is not None and is_selective():
+            raise ValueError(
+                "a second pass with a memory calls kernels less often, and a selective checkpoint "
+                "tells their results apart by their order: take one of them"
+            )
         softmax_scale = as_number("softmax_scale", softmax_scale)
         soft_cap = as_number("soft_cap", soft_cap)
         q, k, v = as_autocast(q, k, v)

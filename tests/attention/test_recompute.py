@@ -266,6 +266,9 @@ def selectively(team: Team) -> list[bool]:
         out = checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
         found, expected = (torch.autograd.grad(x, leaves, dout) for x in (out, attend(*leaves)))
         equal += map(torch.equal, found, expected)
+    with pytest.raises(ValueError, match="a second pass with a memory calls kernels less often"):
+        attend = partial(attend, memory=AttentionMemory(0.5))
+        checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
     return equal
 
 
