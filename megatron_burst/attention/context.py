@@ -14,6 +14,7 @@ from megatron_burst.attention.kept import Kept
 from megatron_burst.attention.log import LogOnce
 from megatron_burst.config import Algorithm, BurstConfig
 from megatron_burst.kernels import check_kernel_name
+from megatron_burst.kernels.inputs import check_group
 from megatron_burst.plans.choice.cost import Shape
 from megatron_burst.plans.choice.degree import choose_degree
 from megatron_burst.plans.choice.head_parallel import HeadGroups, head_groups
@@ -94,9 +95,7 @@ class BurstContext:
         """
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup | None):
-            what = "the process group that this rank is in, as mesh.get_group() is"
-            raise TypeError(f"group must be {what}; got {group!r}")
+        check_group(group)
         if group is None or group.size() == 1:
             return cls.alone(config)
         said = f"{config}, {shape}"

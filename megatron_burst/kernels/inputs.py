@@ -1,5 +1,6 @@
 """What the public functions refuse of what they are given, whatever they compute."""
 
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -25,3 +26,10 @@ def check_local(**tensors: Tensor) -> None:
                 f"{name} is a DTensor: give {name}.to_local() or {name}.full_tensor(); fully_shard "
                 "gathers a weight within the forward of the module that holds it"
             )
+
+
+def check_group(group: dist.ProcessGroup | None) -> None:
+    """Raise a TypeError for what is no process group."""
+    if not isinstance(group, dist.ProcessGroup | None):
+        what = "the process group that this rank is in, as mesh.get_group() is"
+        raise TypeError(f"group must be {what}; got {group!r}")

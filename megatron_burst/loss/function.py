@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_burst.kernels.dtypes import as_autocast
 from megatron_burst.kernels.in_triton import triton_kernels
-from megatron_burst.kernels.inputs import check_local
+from megatron_burst.kernels.inputs import check_group, check_local
 from megatron_burst.kernels.uncompiled import uncompiled
 from megatron_burst.loss.call import Call
 from megatron_burst.loss.chunk_size import Sizes
@@ -109,12 +109,14 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or settings that do not fit, another number of rows or other
             targets on ranks of the group, both chunk_size and memory_mb, or a memory limit too
             small for one token.
-        TypeError: a tensor is a DTensor, or a number a tensor that asks for a gradient.
+        TypeError: a tensor is a DTensor, a number a tensor that asks for a gradient, or the group
+            none.
     """
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")
     if entropy and reduction != "none":
         raise ValueError(f"entropy is of every token: reduction must be none, got {reduction!r}")
+    check_group(group)
     if group is not None:
         _compare(weight, targets, group)
     counted = targets.long() != ignore_index  # as of 8 bits -100 is 156

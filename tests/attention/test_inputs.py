@@ -144,9 +144,12 @@ def test_what_is_no_context_no_mask_and_no_group_is_named(context: BurstContext)
     of_layers = BurstContext.create(BurstConfig(block_mask="blocks.npy"))
     with pytest.raises(ValueError, match=r"'blocks.npy'\) is read by Megatron's layers"):
         ring_attention(Q, KV, KV, of_layers, mask=Mask.causal())
+    other: Any
     for other in (dist.GroupMember.NON_GROUP_MEMBER, [0, 1]):
         with pytest.raises(TypeError, match=r"process group that this rank is in, as mesh.*; got "):
             BurstContext.create(BurstConfig(), other)
+        with pytest.raises(TypeError, match=r"process group that this rank is in, as mesh.*; got "):
+            linear_cross_entropy(Q[0, 0], Q[0, 0], Q[0, 0, :, 0].long(), group=other)
 
 
 def test_an_unknown_kernel_is_refused_when_the_context_is_made() -> None:
