@@ -254,24 +254,25 @@ def test_a_fraction_beyond_0_and_1_is_refused(fraction: float) -> None:
         AttentionMemory(None)  # type: ignore[arg-type]
 
 
-def selectively(team: Team) -> list[bool]:
-    """Whether a checkpoint that saves what kernels return changes nothing, of both dtypes."""
+def checkpointed(team: Team) -> list[bool]:
+    """Whether checkpoints that repeat no kernel call change nothing, of both dtypes."""
     context, equal = team.context(BurstConfig()), []
     saved = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
-    contexts = partial(create_selective_checkpoint_contexts, saved)
+    selective = partial(create_selective_checkpoint_contexts, saved)
     attend = partial(ring_attention, context=context, mask=Mask.causal())
+    again = partial(checkpoint, use_reentrant=False)
     for dtype in torch.float32, torch.bfloat16:
         q, k, v, dout = (context.shard(x, dim=1) for x in inputs(LOCAL * context.ranks, dtype))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
-        found, expected = (torch.autograd.grad(x, leaves, dout) for x in (out, attend(*leaves)))
-        equal += map(torch.equal, found, expected)
+        expected = torch.autograd.grad(attend(*leaves), leaves, dout)
+        with_memory = partial(attend, memory=AttentionMemory(0.0))
+        for out in again(attend, *leaves, context_fn=selective), again(with_memory, *leaves):
+            equal += map(torch.equal, torch.autograd.grad(out, leaves, dout), expected)
     with pytest.raises(ValueError, match="a second pass with a memory calls kernels less often"):
-        attend = partial(attend, memory=AttentionMemory(0.5))
-        checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
+        again(with_memory, *leaves, context_fn=selective)
     return equal
 
 
-def test_a_selective_checkpoint_may_save_what_kernels_return(workers: WorkerPool) -> None:
-    """Sums of a ring are made in place of them."""
-    assert workers.run(2, selectively) == [[True] * 6] * 2
+def test_checkpoints_of_torch_may_keep_what_attention_made(workers: WorkerPool) -> None:
+    """Selective ones what kernels return, in the place of which sums of a ring are made."""
+    assert workers.run(2, checkpointed) == [[True] * 12] * 2
