@@ -256,7 +256,7 @@ def test_a_fraction_beyond_0_and_1_is_refused(fraction: float) -> None:
 
 def checkpointed(team: Team) -> list[bool]:
     """Whether checkpoints that repeat no kernel call change nothing, of both dtypes."""
-    context, equal = team.context(BurstConfig()), []
+    context, equal = team.context(BurstConfig()), list[bool]()
     saved = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
     selective = partial(create_selective_checkpoint_contexts, saved)
     attend = partial(ring_attention, context=context, mask=Mask.causal())
