@@ -9,6 +9,7 @@ neither step nor tensor.
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -47,8 +48,9 @@ class Watchdog:
         """Look after a transfer that NCCL gives so long; `str(name)` is for the message."""
         self._watched.append(_Watched(name, is_completed, limit, time.monotonic()))
         if self._thread is None:
+            mine = weakref.ref(self)
             self._thread = threading.Thread(
-                target=self._look_on, name="burst-watchdog", daemon=True
+                target=self._look_on, args=(mine,), name="burst-watchdog", daemon=True
             )
             self._thread.start()
 
@@ -72,7 +74,10 @@ class Watchdog:
     def _soonest(self) -> float:
         return min(limit() for limit in self._limits)
 
-    def _look_on(self) -> None:
-        while True:
-            self.look(time.monotonic())
-            time.sleep(min(1.0, self._soonest() / 20))
+    @staticmethod
+    def _look_on(mine: "Callable[[], Watchdog | None]") -> None:
+        while (watchdog := mine()) is not None:  # its context is still there
+            watchdog.look(time.monotonic())
+            pause = min(1.0, watchdog._soonest() / 20)
+            del watchdog
+            time.sleep(pause)

@@ -164,6 +164,10 @@ def test_one_thread_looks_on_from_the_first_transfer_and_the_process_goes_on() -
         work.is_through = True
     watchdog.watch("work 3", Work().is_completed, limit)
     assert said.get(timeout=LONG).startswith("work 3: ")
+    (thread,) = threads() - before
+    del watchdog  # as its context is gone
+    thread.join(LONG)
+    assert not thread.is_alive()
 
 
 def threads() -> set[threading.Thread]:
