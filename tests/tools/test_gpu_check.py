@@ -43,6 +43,7 @@ from megatron_burst.tools.gpu_check.one_process import Post, ThreadedCommunicato
 from megatron_burst.tools.gpu_check.report import Report, Result
 from megatron_burst.tools.gpu_check.stage import Check, Device, at_least, at_most
 from megatron_burst.tools.one_rank import Sizes
+from megatron_burst.transport import lock
 from megatron_burst.transport.comm import Transfers
 from megatron_burst.transport.errors import CommunicationError
 from tests.attention.faults import lost_gradient, stale_buffer, swapped_chunk
@@ -399,6 +400,13 @@ def test_without_a_gpu_it_says_how_to_run_all_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU here; --device cpu runs the same"):
         command.main([])
+
+
+def test_two_checks_do_not_share_an_output(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--stage", "6", "--output", str(tmp_path)]
+    with lock.held(tmp_path, say=print), pytest.raises(ValueError, match="is in use by a process"):
+        command.main(words)
+    assert [file.name for file in tmp_path.iterdir()] == [lock.NAME]
 
 
 @pytest.mark.parametrize("records", [False, True])

@@ -16,6 +16,7 @@ from megatron_burst.tools.arguments.gpu_check import RANKS, STAGES, parser
 from megatron_burst.tools.gpu_check.ranks import refusal
 from megatron_burst.tools.gpu_check.report import Report, Result
 from megatron_burst.tools.gpu_check.stage import Check, Device
+from megatron_burst.transport import lock
 from megatron_burst.transport.nccl import loaded
 
 
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU here; --device cpu runs the same on small sizes")
     console = Console(stderr=True, quiet=True) if args.json else terminal.console()
-    args.output.mkdir(parents=True, exist_ok=True)
+    args.output.mkdir(parents=True, exist_ok=True)  # where it cannot be, say so before all stages
     ranks = args.ranks or _ranks(args.device)
     device = Device(torch.device(args.device), args.output, ranks, say=partial(_say, console))
     name = torch.cuda.get_device_name() if device.is_gpu else f"CPU, {hardware.cpu_model()}"
@@ -33,9 +34,10 @@ def main(argv: list[str]) -> int:
     del machine["host"]  # the page is there to be shown
     results: list[Result] = []
     report = Report(device=name, machine=machine, results=results)
-    for number in sorted(set(args.stage)):
-        results.append(_run(number, device, console))
-        page = report.write(args.output)  # also if the next one ends the process
+    with lock.held(args.output, say=lambda text: terminal.complain("gpu-check", [text])):
+        for number in sorted(set(args.stage)):
+            results.append(_run(number, device, console))
+            page = report.write(args.output)  # also if the next one ends the process
     if args.json:
         print(json.dumps(report.as_json(), indent=2))
     console.print(f"report: {page}, {page.with_suffix('.json')}")
