@@ -257,6 +257,7 @@ def test_a_comparison_goes_on_where_it_stopped(
     mark.write_text(whole)
     assert other.is_finished(reference), "Megatron's own is not traced: its command is the same"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # which a scheduler sets, of each start another
+    monkeypatch.setenv("BURST_MARK", "1")  # and a launcher of ours
     assert same.is_finished(burst)
     with monkeypatch.context() as patch:
         patch.setenv("MEGATRON_BURST_TRITON", "0")

@@ -15,7 +15,7 @@ from megatron_burst.tools import hardware, runlog, terminal, trace
 from megatron_burst.tools.flops import logged_step_flops
 
 RAN, FAILED, LEFT_OUT = "ran", "failed", "cannot run"
-_OF_A_JOB = "SLURM_", "MASTER_", "CUDA_VISIBLE_"  # settings that change from start to start
+_OF_A_JOB = "SLURM_", "MASTER_", "CUDA_VISIBLE_", "BURST_"  # of a start, not of a training
 WARM_UP = 5
 """How many of the first iteration times are left out, where twice as many exist."""
 
