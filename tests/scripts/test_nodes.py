@@ -65,10 +65,11 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
         computing=gpu() + gpu(busy=100),
         broken=gpu() + gpu(errors=2),
         smaller=gpu(),
+        lost="NVIDIA X, [GPU is lost], [GPU is lost], [GPU is lost]\n" + gpu(),
         chatty=gpu() * 2,
         strange="\033[2J\a, nothing",
     )
-    hosts = "good used computing broken smaller chatty strange faulty dead only_chatty"
+    hosts = "good used computing broken smaller lost chatty strange faulty dead only_chatty"
     done = machine.run("check_nodes.sh", "--nodes", hosts, expect=1)
     found = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()[1:]}
     reasons = {
@@ -77,6 +78,7 @@ def test_nodes_are_free_busy_or_unhealthy_for_a_reason(machine: Machine) -> None
         "computing": "busy a GPU is at work, 100 %",
         "broken": "unhealthy 2 uncorrected ECC errors",
         "smaller": "unhealthy GPUs: 1 x NVIDIA X, most nodes have 2 x NVIDIA X",
+        "lost": "unhealthy a GPU says [GPU is lost]",
         "strange": "unhealthy no answer: ?[2J?, nothing",
         "faulty": "unhealthy no answer: no devices were found",
         "dead": "unhealthy no answer: ssh: connect to host dead: No route to host",

@@ -1,6 +1,7 @@
 """Says which nodes are free and healthy, asked over ssh."""
 
 import argparse
+import re
 import shlex
 import subprocess
 from collections import Counter
@@ -10,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from megatron_burst.tools.launch import site, ssh
 
 ABOUT = """Asks every node at the same time, by nvidia-smi over ssh, and prints a line for each, and
-why one is not free: busy, or unhealthy, by uncorrected ECC errors, other GPUs than most nodes or no
-answer. Slurm's own nodes: `sinfo -R`. The status is 0 if every node is free; nothing is changed.
+why one is not free: busy, or unhealthy, by uncorrected ECC errors, a lost GPU, other GPUs than most
+nodes or no answer. Slurm's own nodes: `sinfo -R`. The status is 0 if every node is free; nothing is
+changed.
 """
 FIELDS = "name", "memory.used", "utilization.gpu", "ecc.errors.uncorrected.volatile.total"
 QUERY = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+BROKEN = re.compile("lost|reset|err", re.IGNORECASE)  # as [GPU is lost]; [N/A] is none
 FREE_MIB, FREE_PERCENT = 500, 5  # of a GPU in use, with which it counts as free
 SECONDS = 30.0  # to wait for an answer
 ROW = "{:<20} {:<10} {:<26} {:>12}  {}"
@@ -79,6 +82,8 @@ def _judged(said: Gpus | str, usual: str) -> tuple[str, str, str, str]:
     kind, (memory, work, errors) = _kind(said), (_most(said, name) for name in FIELDS[1:])
     faults = [f"GPUs: {kind}, most nodes have {usual}"] if kind != usual else []
     faults += [f"{errors} uncorrected ECC errors of a GPU"] if errors else []
+    answers = (gpu[name] for gpu in said for name in FIELDS[1:])
+    faults += [f"a GPU says {text}" for text in dict.fromkeys(filter(BROKEN.search, answers))]
     busy = f"{memory} MiB in use" if memory > FREE_MIB else ""
     busy = busy or (f"a GPU is at work, {work} %" if work > FREE_PERCENT else "")
     state = "unhealthy" if faults else "busy" if busy else "free"
