@@ -16,6 +16,7 @@ END
 
 root=$(cd -- "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/.." && pwd)
 python=${BURST_PYTHON:-$root/.venv/bin/python}
+if [[ -z ${BURST_PYTHON:-} && ! -x $python ]]; then python=python3; fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 names="" output=runs/series options=()
 while (($#)); do

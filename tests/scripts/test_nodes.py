@@ -1,10 +1,11 @@
 """The check of nodes, and comparisons of several runs, with stand-ins. (fast tier)"""
 
+import shutil
 import signal
 
 import pytest
 
-from tests.scripts.stand_ins import Machine, gone, wait_for
+from tests.scripts.stand_ins import SCRIPTS, Machine, gone, wait_for
 
 # ---- several runs
 
@@ -30,6 +31,15 @@ def test_one_that_fails_does_not_stop_the_others(machine: Machine) -> None:
         ("llama3_8b", "multi_exp: no run matches llama3_8b"),  # a model
     ):
         assert said in machine.run("multi_exp.sh", "--runs", name, expect=1).stderr
+
+
+def test_without_an_environment_of_its_own_a_series_takes_python3(machine: Machine) -> None:
+    scripts = machine.folder / "repository" / "scripts"
+    scripts.mkdir(parents=True)
+    machine.put("python3", 'exec "$STAND_INS/bin/python-of-training" "$@"')
+    copied = shutil.copy(SCRIPTS / "multi_exp.sh", scripts)
+    machine.run(copied, "--runs", "toy", BURST_PYTHON="")
+    assert machine.text("compared").startswith("--run|toy|")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
