@@ -21,9 +21,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train to the end; return the status."""
-    output = site.prepare_output(args)
+    output = site.output_of(args)
     more = "--dry-run" if args.dry_run else "--end-with-input"
     command = [site.python_of_training(), *node.command(args, output, more)]
     if args.dry_run:
         return subprocess.call(command)
+    site.prepare_output(args, output)
     return run_logged([("this machine", command)], output)

@@ -129,18 +129,19 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join(["megatron-burst", "launch", *args.command])
 
 
-def prepare_output(args: argparse.Namespace, default: str = "", *, runs: bool = True) -> Path:
-    """Return the directory of the run; make it, unless nothing shall be run, with the command.
+def output_of(args: argparse.Namespace) -> Path:
+    """Return the directory of the run."""
+    name = f"runs/{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    return Path(args.output or name).absolute()
+
+
+def prepare_output(args: argparse.Namespace, output: Path) -> None:
+    """Make the directory of a run that nothing refuses, with the command.
 
     Raises:
-        InUseError: this process `runs` the job, and another one runs there.
+        InUseError: another job runs there.
     """
-    name = default or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-    output: Path = (args.output or Path(name)).absolute()
-    if not args.dry_run:
-        output.mkdir(parents=True, exist_ok=True)
-        if runs:
-            lock.hold(output, say=say)
-            (output / "status").unlink(missing_ok=True)
-            (output / "command.txt").write_text(f"{command_line(args)}\n")
-    return output
+    output.mkdir(parents=True, exist_ok=True)
+    lock.hold(output, say=say)
+    (output / "status").unlink(missing_ok=True)
+    (output / "command.txt").write_text(f"{command_line(args)}\n")

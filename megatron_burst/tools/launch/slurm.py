@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("say how many nodes: --nodes N")
     if not args.dry_run and not shutil.which("sbatch"):
         raise ValueError("there is no sbatch here: submit on a login node, or `launch ssh`")
-    output = site.prepare_output(args, runs=False)
+    output = site.output_of(args)
     if {"%", "\\"} & {*str(output)}:
         raise ValueError(f"{output}: in --output a % or \\ has a meaning for sbatch")
     os.environ["BURST_COMMAND"] = site.command_line(args)  # for the job, which writes it down
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if in_job.returncode:  # it has said why
         return in_job.returncode
     if not args.dry_run:
+        output.mkdir(parents=True, exist_ok=True)  # for the file of sbatch
         os.execvp(command[0], command)
     print(shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), *command]))
     print("# in the job:", in_job.stdout.rstrip(), sep="\n")

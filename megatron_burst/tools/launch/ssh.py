@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     port = os.environ.get("BURST_PORT") or str(random.randrange(10000, 30000))
     if not port.isdecimal():
         raise ValueError(f"BURST_PORT={port} is no number")
-    output = site.prepare_output(args)
+    output = site.output_of(args)
     master = os.environ.get("BURST_MASTER") or hosts[0].rpartition("@")[2]
     meeting = [*node.meeting(len(hosts), master, int(port)), "--end-with-input", "--node-rank"]
     commands = [
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(*(shlex.join(command) for _, command in commands), sep="\n")
         return 0
+    site.prepare_output(args, output)
     return run_logged(commands, output)
 
 
