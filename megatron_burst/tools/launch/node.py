@@ -62,8 +62,10 @@ def given(args: argparse.Namespace) -> list[str]:
     """Return the options that all launchers take, less --output, and Megatron's flags again.
 
     Raises:
-        ValueError: with --save Megatron wants --save-interval, and says so only when ranks run.
+        ValueError: with --save Megatron wants --save-interval, and says so only when ranks run; or
+            what torchrun would refuse.
     """
+    ranks_of(args)
     said = names([*args.named, *args.flags])
     if "save" in said and not said & {"save-interval", "persistent-save-interval"}:
         raise ValueError("--save wants --save-interval N, after how many steps it saves")
@@ -74,8 +76,20 @@ def given(args: argparse.Namespace) -> list[str]:
     return [*options, *["--gpt"] * args.gpt, "--", *args.flags]
 
 
-def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
+def ranks_of(args: argparse.Namespace) -> str:
+    """Return how many ranks a node has, in the words of torchrun.
+
+    Raises:
+        ValueError: it is no number of ranks.
+    """
     ranks = args.ranks_per_node or os.environ.get("BURST_RANKS_PER_NODE") or "gpu"
+    if ranks not in ("gpu", "cpu", "auto") and not (ranks.isdecimal() and int(ranks)):
+        raise ValueError(f"--ranks-per-node {ranks} is neither a number of ranks nor gpu")
+    return str(ranks)
+
+
+def _run_ranks(args: argparse.Namespace, signals: Signals, who: str) -> int:
+    ranks = ranks_of(args)
     on_cpu = os.environ.get("MEGATRON_BURST_CPU") == "1"
     if ranks == "gpu" and not args.dry_run and (on_cpu or not hardware.gpus()):
         raise ValueError(
