@@ -159,6 +159,8 @@ NODES = ("launch_nodes.sh", "--nodes", "a b")
         ((*SLURM, "--run", "huge"), {}, "there is no run huge; there are: "),
         ((*NODES, "--run", "huge"), {}, "there is no run huge"),
         (("launch.slurm",), {}, "--nodes N"),
+        ((*SLURM, "--partition", "gpu"), {}, "--partition is an option of sbatch: sbatch --"),
+        ((*SLURM, "--time=9"), {}, "--time=9 is an option of sbatch"),
         ((*SLURM, "--ranks-per-node", "x"), {}, "--ranks-per-node x is neither a number of ranks"),
         (NODES, {"BURST_RANKS_PER_NODE": "0"}, "--ranks-per-node 0 is neither a number of ranks"),
         ((*SLURM, "--output", "a%j"), {}, "a%j: in --output a % or \\ has a meaning for sbatch"),

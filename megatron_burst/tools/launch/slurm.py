@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from megatron_burst.tools.launch import node, site
+from megatron_burst.tools.options import split_at_dashes
 
 ABOUT = """Trains on the nodes of a Slurm job.
 
@@ -19,6 +20,11 @@ sbatch wants the root of the repository, or BURST_ROOT. A rank or node that dies
 every node; what goes back into the queue, containers and the settings of a site: docs/cluster.md.
 """
 SCRIPT = Path(__file__).with_name("launch.slurm")
+# Megatron has none of these.
+_OF_SBATCH = """
+    -A -C -J -p -q -t -w -x --account --array --begin --constraint --dependency --exclude
+    --exclusive --gres --job-name --mem --nodelist --partition --qos --reservation --signal --time
+""".split()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("say how many nodes: --nodes N")
     if not args.dry_run and not shutil.which("sbatch"):
         raise ValueError("there is no sbatch here: submit on a login node, or `launch ssh`")
+    words, _ = split_at_dashes(args.command)
+    if word := next((word for word in words if word.partition("=")[0] in _OF_SBATCH), ""):
+        how = f"sbatch --nodes {args.nodes} {word} … {script}, or SBATCH_… in scripts/env.sh"
+        raise ValueError(f"{word} is an option of sbatch: {how}; what is Megatron's goes behind --")
     output = site.output_of(args)
     if {"%", "\\"} & {*str(output)}:
         raise ValueError(f"{output}: in --output a % or \\ has a meaning for sbatch")
