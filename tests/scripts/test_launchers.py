@@ -155,6 +155,7 @@ NODES = ("launch_nodes.sh", "--nodes", "a b")
         (("launch_local.sh", "--save", "c", "--load=c"), {}, "--save wants --save-interval N"),
         (("launch_local.sh",), {"BURST_ENV": "/no/env.sh"}, "BURST_ENV=/no/env.sh cannot be read"),
         (NODES, {"BURST_PORT": "abc"}, "BURST_PORT=abc is no number"),
+        (SLURM, {"BURST_REQUEUES": "x"}, "BURST_REQUEUES=x is no number"),
         ((*NODES, "--output", "out"), {"BURST_SSH": "ssh '"}, "BURST_SSH=ssh ': No closing"),
         ((*SLURM, "--run", "huge"), {}, "there is no run huge; there are: "),
         ((*NODES, "--run", "huge"), {}, "there is no run huge"),
