@@ -78,7 +78,14 @@ SCONTROL = """
 echo "scontrol $*" >>"$STAND_INS/slurm.log"
 if [[ $1 == show ]]; then printf '%s\\n' n1 n2; fi
 """
-SQUEUE = 'echo "${QUEUE_STATE-RUNNING}"'
+# Of an array two jobs: 42, which has the number of all, and 43.
+SQUEUE = """
+case $* in
+    *%T) printf '%s\\n' '43 PENDING' "42 ${QUEUE_STATE-RUNNING}" ;;
+    *%i) printf '%s\\n' '43 42_0' '42 42_1' ;;
+    *) printf '%s\\n' PENDING RUNNING ;;
+esac
+"""
 SBATCH = 'echo "sbatch $*" >>"$STAND_INS/slurm.log"; env | grep ^BURST >>"$STAND_INS/slurm.log"'
 # One task a node; the first that fails ends the others.
 SRUN = """

@@ -575,7 +575,7 @@ def test_a_job_that_made_a_step_goes_into_the_queue_again(machine: Machine) -> N
     machine.training(f"echo '{ITERATION}'", "seq 300000", "exit 7")  # a long log has its steps too
     done = machine.run("launch.slurm", "--output", "out", **JOB)
     assert "puts job 42 into the queue again" in done.stderr
-    assert "scontrol requeue 42" in machine.text("slurm.log")
+    assert "scontrol requeue 42_1\n" in machine.text("slurm.log"), "not all of the array"
     assert not (machine.folder / "out/status").exists()
 
 
