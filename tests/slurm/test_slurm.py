@@ -239,7 +239,7 @@ def test_a_job_that_never_made_a_step_fails_at_once(
     assert job.restarts == 0
     assert "it fails before its first step\n" in job.log  # nothing of what it said is lost
     assert "of this node ended with status 9" in job.log
-    assert "launch: it failed before its first step" in job.log
+    assert "launch: it failed before a step was logged" in job.log
 
 
 @pytest.mark.parametrize("around", ["salloc --nodes 2 --ntasks 4", "srun --nodes 1 --exclusive"])
