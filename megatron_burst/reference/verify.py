@@ -99,7 +99,11 @@ def attend_beside_reference(
     douts: list[Tensor] = []
 
     def check_gradients(gradients: Sequence[Tensor | None]) -> None:
-        actual = {n: g for n, g in zip(inputs, gradients, strict=True) if g is not None}
+        actual = {  # none is as wrong as zeros, but where latents have not travelled
+            name: torch.zeros_like(x) if gradient is None else gradient
+            for (name, x), gradient in zip(inputs.items(), gradients, strict=True)
+            if gradient is not None or name != "dlatent"
+        }
         if (dsink := actual.get("dsink")) is not None:
             actual["dsink"] = spread.total(dsink.double())[None, None, :, None]
         expected = reference.expect(douts.pop())

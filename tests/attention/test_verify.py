@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_burst import BurstConfig, BurstContext
 from megatron_burst.attention import preparing
+from megatron_burst.attention.autograd import _RingAttention
 from megatron_burst.attention.preparing import prepare
 from megatron_burst.attention.sums import Sums
 from megatron_burst.kernels import KERNELS
@@ -238,11 +239,20 @@ def other_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
+def no_gradient_of_k(original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any) -> Any:
+        dq, _, *others = original(*args)
+        return dq, None, *others
+
+    return backward
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "": no_fault,
     "swapped chunk": lambda: replaced(HeadGroups, "ring_layout", swapped_chunk),
     "stale buffer": lambda: replaced(Transfers, "land", stale_buffer),
     "lost gradient": lambda: replaced(Sums, "take", lost_gradient),
+    "no gradient": lambda: replaced(_RingAttention, "backward", no_gradient_of_k),
     "wrong window": lambda: replaced(tool, "masks", longer_window),
     "wrong scale": lambda: replaced(tool, "ring_attention", other_scale),
 }
@@ -251,6 +261,7 @@ FOUND = {  # what must be wrong, and what may be
     "swapped chunk": (ALL - {"dsink"}, ALL),
     "stale buffer": (ALL - {"dsink"}, ALL),
     "lost gradient": ({"dk", "dv"}, {"dk", "dv"}),
+    "no gradient": ({"dk"}, {"dk"}),
     "wrong window": (ALL - {"dsink"}, ALL),
     "wrong scale": (ALL - {"dsink", "dv", "out"}, ALL),
 }
