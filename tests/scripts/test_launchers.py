@@ -253,15 +253,18 @@ def test_the_env_file_gives_way_to_the_environment_and_to_options(machine: Machi
 
 
 def test_an_env_file_changes_the_variables_that_it_says(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And not by what it prints; one of the same name on PATH is another."""
+    """And not by what it prints; one of the same name on PATH is another, ~/.bashrc too."""
+    (machine.folder / ".bashrc").write_text("echo read >&2")
     (machine.folder / "env.sh").write_text("echo modules are loaded\nNEW=1\nunset OLD\n")
     (machine.folder / "bin/env.sh").write_text("NEW=2")
     monkeypatch.chdir(machine.folder)
     given = {**machine.environment, "BURST_ENV": "env.sh", "OLD": "1", "LATIN": "\udce4"}
+    given |= {"HOME": str(machine.folder), "SSH_CLIENT": "::1 1 22", "SHLVL": "0"}
     with mock.patch.dict(os.environ, given):
         site.load_env()
+        assert capfd.readouterr().err == "modules are loaded\n"
         assert not [name for name in os.environ if "modules" in name]
         assert (os.environ["NEW"], os.environ["LATIN"]) == ("1", "\udce4")
         assert "OLD" not in os.environ

@@ -39,7 +39,9 @@ def load_env() -> None:
     named = os.environ.get("BURST_ENV")
     file = Path(named).absolute() if named else ROOT / "scripts" / "env.sh"
     if os.access(file, os.R_OK):
-        command = ["bash", "-euc", 'set -a; source "$1" >&2; exec env -0', "bash", str(file)]
+        # Below sshd bash reads ~/.bashrc, too, which -e and -u are not for.
+        how = 'set -a; source "$1" >&2; exec env -0'
+        command = ["bash", "--norc", "-euc", how, "bash", str(file)]
         done = subprocess.run(command, stdout=subprocess.PIPE)
         if done.returncode or not done.stdout:  # or it ended the shell
             raise ValueError(f"{file} ended with status {done.returncode}")
