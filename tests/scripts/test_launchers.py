@@ -363,14 +363,17 @@ def test_the_device_towards_a_host_is_found() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="no root, or no ip")
-def test_a_network_of_ipv6_is_not_taken_for_that_of_the_default_route() -> None:
+@pytest.mark.parametrize("host", ["fd00:7::2", "localhost"])
+def test_a_network_of_ipv6_is_not_taken_for_that_of_the_default_route(host: str) -> None:
+    """Nor for none, where there is no default route and the host's own name means loopback."""
     lines = [
-        *("link add fast type veth peer fast2", "link add slow type veth peer slow2"),
-        *("address add fd00:7::1/64 dev fast nodad", "address add 192.0.2.1/24 dev slow"),
-        *(f"link set {name} up" for name in ("fast", "fast2", "slow", "slow2")),
-        "route add default via 192.0.2.2",
+        *("link add fast type veth peer fast2", "address add fd00:7::1/64 dev fast nodad"),
+        *("link set fast up", "link set fast2 up"),
     ]
-    code = "from megatron_burst.tools.launch import site; print(site.device_towards('fd00:7::2'))"
+    if host != "localhost":
+        lines += ["link add slow type veth peer slow2", "address add 192.0.2.1/24 dev slow"]
+        lines += ["link set slow up", "link set slow2 up", "route add default via 192.0.2.2"]
+    code = f"from megatron_burst.tools.launch import site; print(site.device_towards('{host}'))"
     asked = shlex.join([sys.executable, "-c", code])
     line = f"{' && '.join(f'ip {line}' for line in lines)} || exit 77; {asked}"
     words = ["unshare", "--net", "sh", "-c", line]

@@ -79,17 +79,26 @@ def network_settings(master: str) -> dict[str, str]:
 
 
 def device_towards(host: str) -> str:
-    """Return the device by which this node reaches a host; on it, the one with its address."""
-    for target in (host, ANYWHERE):  # /etc/hosts makes many hosts' own names a loopback
+    """Return the device by which this node reaches a host; on it, the one with its address.
+
+    /etc/hosts makes many hosts' own names a loopback: then that of the default route, or the only
+    one that has an address.
+    """
+    for target in (host, ANYWHERE):
         with suppress(OSError):
             family, kind, *_, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # which sends nothing
                 own = probe.getsockname()[0]
             if not own.startswith(("127.", "::1")):
-                rows = json.loads(hardware.output("ip", "-j", "address", "show", "to", own) or "[]")
-                return next((str(row["ifname"]) for row in rows if row), "")
-    return ""
+                return next(iter(_devices("to", own)), "")
+    found = _devices("up", "scope", "global")
+    return found[0] if len(found) == 1 else ""
+
+
+def _devices(*which: str) -> list[str]:
+    rows = json.loads(hardware.output("ip", "-j", "address", "show", *which) or "[]")
+    return [str(row["ifname"]) for row in rows if row]
 
 
 def words(variable: str, default: str = "") -> list[str]:
