@@ -247,12 +247,29 @@ def no_gradient_of_k(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
+def call_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever arrives in a call arrived in the call before, if there was one."""
+    last: dict[tuple[str, int], list[Tensor]] = {}
+
+    def land(self: Transfers, number: int) -> Any:
+        landed = original(self, number)
+        blocks, key = [x for _, block in landed for x in block], (self._name, number)
+        new = [x.clone() for x in blocks]
+        for x, old in zip(blocks, last.get(key, new), strict=True):
+            x.copy_(old)
+        last[key] = new
+        return landed
+
+    return land
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "": no_fault,
     "swapped chunk": lambda: replaced(HeadGroups, "ring_layout", swapped_chunk),
     "stale buffer": lambda: replaced(Transfers, "land", stale_buffer),
     "lost gradient": lambda: replaced(Sums, "take", lost_gradient),
     "no gradient": lambda: replaced(_RingAttention, "backward", no_gradient_of_k),
+    "call before": lambda: replaced(Transfers, "land", call_before),
     "wrong window": lambda: replaced(tool, "masks", longer_window),
     "wrong scale": lambda: replaced(tool, "ring_attention", other_scale),
 }
@@ -281,6 +298,12 @@ def test_faults_are_found(workers: WorkerPool, fault: str, dtype: str) -> None:
 def test_a_lost_gradient_of_the_query_ring_is_found(workers: WorkerPool) -> None:
     found = workers.run(4, run, [case(backward="query", topology="flat")], "lost gradient")[0][0]
     assert {name for name, finding in found.items() if finding.where} == {"dq"}
+
+
+def test_a_call_by_a_plan_that_is_known_has_other_tokens(workers: WorkerPool) -> None:
+    once = case(backward="kv", topology="flat")
+    found = workers.run(4, run, [once, once._replace(is_again=True)], "call before")[0]
+    assert [any(f.where for f in each.values()) for each in found] == [False, True]
 
 
 # The command.
@@ -337,8 +360,8 @@ def test_the_command_on_one_rank_checks_the_kernel_and_says_that_nothing_was_spr
     printed, meanwhile = capsys.readouterr()
     first, *cases = meanwhile.splitlines()
     assert first.startswith("verify: one rank:") and len(cases) == printed.count(", causal, ") > 0
-    assert "1 rank(s) on cpu (no process group), zigzag; a rank has 1 x 32 tokens" in printed
-    assert printed.count("burst, kv") == 1 and "all is right" not in printed
+    assert "1 rank(s) on cpu (no process group), zigzag; a rank has 2 x 32 tokens" in printed
+    assert printed.count("burst, kv") == 2 and "all is right" not in printed
     assert "verify: the kernel is right, but on one rank nothing was spread" in printed
     assert "start several: torchrun --nproc-per-node 4 -m megatron_burst verify" in printed
     with replaced(tool, "ring_attention", other_scale):
@@ -370,4 +393,11 @@ def test_what_this_machine_cannot_hold_or_has_not_is_refused(
 def test_by_default_what_a_kernel_serves_is_tried() -> None:
     assert tool.usual_dtypes(torch.device("cuda")) == ["bfloat16"]
     assert tool.usual_dtypes(torch.device("cpu")) == ["float32", "bfloat16"]
-    assert parse([]).dtype is None
+    args = parse([])
+    assert args.dtype is None
+    assert (args.batch, args.heads, args.kv_heads) == (2, 8, 2), "faults of either would not show"
+    assert parse(["--heads", "12"]).kv_heads == 12  # 3 go over neither 2 nor 4 ranks
+    args.dtype = ["float32"]
+    cases = [*map(str, tool._cases(args))]
+    again = ["burst, kv, causal, float32, again", "burst, query, causal, float32, again"]
+    assert len(cases) == 10 and cases[8:] == again

@@ -50,10 +50,10 @@ def parser() -> options.Parser:
         ("--head-parallel-size", 1, "ranks over which the heads are spread (default: 1)"),
         ("--gpus-per-node", None, "as if so many shared a node (default: where they are)"),
         ("--heads", 8, "query heads of a rank, after tensor parallelism (default: 8)"),
-        ("--kv-heads", None, "kv heads of a rank (default: as many as --heads)"),
+        ("--kv-heads", None, "kv heads of a rank (default: 2 beside 8 heads, else as many)"),
         ("--head-dim", 64, "of Q and K (default: 64)"),
         ("--value-head-dim", None, "of V (default: that of --head-dim)"),
-        ("--batch", 1, "sequences (default: 1)"),
+        ("--batch", 2, "sequences (default: 2)"),
     ):
         add(name, type=options.positive, metavar="N", default=default, help=text)
     text = "of a sequence, as 4096 or 4k (default: 256)"
@@ -65,6 +65,6 @@ def parser() -> options.Parser:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     args = parser().parse_args(words)
-    args.kv_heads = args.kv_heads or args.heads
+    args.kv_heads = args.kv_heads or (2 if args.heads == 8 else args.heads)
     args.value_head_dim = args.value_head_dim or args.head_dim
     return args

@@ -33,7 +33,7 @@ _RUNS = {
     "heads and a ring": "--head-parallel-size 2 --sink",
 }
 _SIZES = "--dtype bfloat16 --heads 16 --kv-heads 8 --head-dim 128 --tokens-per-rank 512"
-_SMALL = "--dtype float32 --heads 4 --head-dim 8 --tokens-per-rank 16"
+_SMALL = "--dtype float32 --heads 4 --kv-heads 2 --head-dim 8 --tokens-per-rank 16"
 
 type Context = Callable[[BurstConfig], BurstContext]
 
