@@ -94,6 +94,16 @@ def scaled(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
+def mixed_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The sequences of a batch change places."""
+
+    def forward(*args: Any) -> Any:
+        out, lse = original(*args)
+        return out.flip(0), lse
+
+    return forward
+
+
 def broken(_: Any) -> Callable[..., Any]:
     def forward(*_: Any) -> Any:
         raise RuntimeError("no kernel image is available for execution on the device")
@@ -193,6 +203,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "a kernel that cannot start": ("machine", CpuKernel, "forward", broken),
     "a wrong gradient": ("kernels", CpuKernel, "backward", scaled),
     "a wrong merge": ("rings", PartialOutputs, "accumulate", wrong_merge),
+    "sequences mixed up": ("rings", CpuKernel, "forward", mixed_up),
     "an early read": ("rings", ThreadedCommunicator, "wait", early_read),
     "an early write": ("rings", Transfers, "post", early_write),
     "a stale buffer": ("rings", Transfers, "land", stale_buffer),

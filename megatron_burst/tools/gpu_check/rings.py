@@ -110,7 +110,7 @@ def run(device: torch.device, kernel: str, case: _Case, expected: Any) -> list[F
     ranks, tokens = len(case.nodes), len(case.nodes) * case.sizes.tokens
     config = BurstConfig(kernel=kernel, **_SETTINGS[case.setting])
     mask, _ = verify.masks(case.mask, tokens)
-    whole = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
+    whole = _drawn(device, case)
     layout = make_layout(config, tokens, ranks)
     post, lock, jobs = Post(), threading.Lock(), []
     for rank in range(ranks):
@@ -139,6 +139,13 @@ def _one_at_a_time(kernel: Kernel, lock: Any) -> Any:
     return SimpleNamespace(name=kernel.name, **passes)
 
 
+def _drawn(device: torch.device, case: _Case) -> list[Tensor]:
+    """Draw two sequences of the tokens of all ranks."""
+    sizes = case.sizes._replace(tokens=len(case.nodes) * case.sizes.tokens)
+    pairs = zip(*(sizes.draw(device, DTYPE, seed) for seed in (0, 1)), strict=True)
+    return [torch.cat(pair) for pair in pairs]
+
+
 def _both_passes(rank: OneRank) -> list[Tensor]:
     (out, lse), (dq, dk, dv, _) = rank.forward(), rank.backward()
     return [out, lse.transpose(1, 2)[..., None], dq, dk, dv]
@@ -147,7 +154,7 @@ def _both_passes(rank: OneRank) -> list[Tensor]:
 def _expected(device: torch.device, case: _Case, margin: float) -> list[Expected]:
     tokens = len(case.nodes) * case.sizes.tokens
     _, visibility = verify.masks(case.mask, tokens)
-    q, k, v, dout = case.sizes._replace(tokens=tokens).draw(device, DTYPE)
+    q, k, v, dout = _drawn(device, case)
     spread = Spread([torch.arange(tokens)], None)
     reference = Reference(spread, visibility, case.sizes.head_dim**-0.5, q, k, v, margin=margin)
     return [*reference.expect(), *reference.expect(dout)]
