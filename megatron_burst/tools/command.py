@@ -28,6 +28,8 @@ _LOAD_TORCH = ("doctor", "plan", "verify", "gpu-check", "compare")
 def main(argv: list[str] | None = None) -> int:
     """Run the verb that the first word names; return its exit status."""
     words = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # it was closed, as by >&-
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     verb = words[0] if words else ""
     if verb not in ("", "-h", "--help", *VERBS):
         _complain(NAME, [f"there is no verb {verb!r}; the verbs are {', '.join(VERBS)}"])

@@ -92,6 +92,11 @@ def test_python_m_gives_a_verb_its_words_and_returns_its_status() -> None:
     assert "unrecognized arguments: --no-such-flag" in ran.stderr
 
 
+def test_without_an_output_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as >&- leaves it
+    assert main(["--help"]) == 0
+
+
 def test_who_stops_reading_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
