@@ -77,7 +77,7 @@ def _checks(module: Any, device: Device) -> Iterator[Check]:
     try:
         device.synchronize()  # an error of an earlier kernel is not this stage's
     except RuntimeError as error:
-        text = f"{error}; run --stage with this number alone"
+        text = f"{error}; run --stage with this number alone, into another --output"
         yield Check("an earlier stage has left the device in error", text, passed=False)
         return
     yield from device.guarded(module.check(device))
