@@ -21,6 +21,12 @@ def test_ranks_that_do_not_end_are_ended() -> None:
     assert not printed and errors == "told to end\n\nnot at its end after 1.5 s"
 
 
+def test_ranks_end_with_what_has_started_them() -> None:
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    with pytest.raises(SystemExit, match="143"):
+        ranks.finished([sys.executable, "-c", code], {})
+
+
 def of_ranks(team: Team) -> dict[str, Any]:
     return one_of_ranks.measure(Device(torch.device("cpu"), Path()), team.context)
 

@@ -5,6 +5,7 @@ One child of so many ranks does all of it; every setting is timed in a child of 
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,6 +84,7 @@ def finished(
 ) -> tuple[str, str]:
     """Return what torchrun and its ranks print, on stdout and stderr, in so many seconds."""
     pipe, env = subprocess.PIPE, {**os.environ, **settings}
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as running:
         try:
             return running.communicate(timeout=limit)
@@ -90,6 +92,9 @@ def finished(
             running.terminate()  # torchrun then ends its ranks; a kill would leave them on the GPU
             printed, errors = running.communicate()
             return "", f"{errors or printed}\nnot at its end after {limit:g} s"
+        finally:
+            running.terminate()  # where this process is told to end
+            signal.signal(signal.SIGTERM, before)
 
 
 def parsed(name: str, printed: str, errors: str) -> tuple[dict[str, Any], list[Check]]:
