@@ -680,6 +680,13 @@ def test_another_number_of_nodes_than_the_jobs_is_refused(
     assert re.search("--nodes (4|two), but this job has 2", done.stderr)
 
 
+def test_a_heterogeneous_job_is_refused_but_not_what_one_submits(machine: Machine) -> None:
+    for first, status in (("42", 2), ("41", 0)):
+        parts = {**JOB, "SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": first}
+        done = machine.run("launch.slurm", "--output", "out", expect=status, **parts)
+        assert ("2 parts one would train alone" in done.stderr) == bool(status)
+
+
 def test_steps_of_an_earlier_start_do_not_count(machine: Machine) -> None:
     (machine.folder / "out").mkdir()
     (machine.folder / "out/log.txt").write_text(f"{ITERATION}\n")
