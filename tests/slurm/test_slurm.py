@@ -242,6 +242,22 @@ def test_a_job_that_never_made_a_step_fails_at_once(
     assert "launch: it failed before a step was logged" in job.log
 
 
+def test_of_an_array_one_job_goes_into_the_queue_again(
+    cluster: SlurmCluster, machine: Machine
+) -> None:
+    """The last one, which has the number of all; the first is through by then."""
+    machine.training(
+        "echo ' iteration        1/       9 |'",
+        "if [[ $SLURM_ARRAY_TASK_ID-${SLURM_RESTART_COUNT-} == 1- ]]; then sleep 5; exit 7; fi",
+    )
+    given = {"BURST_ENV": "/dev/null", "BURST_RANKS_PER_NODE": "1", "BURST_ROOT": str(ROOT)}
+    place = ("--chdir", str(machine.folder), "--output", "%a.txt", "--nodes=1", "--array=0-1")
+    cluster.run("sbatch", *place, LAUNCH, **stand_in(machine), **given)
+    cluster.wait_for("the end of both", lambda: not cluster.run("squeue", "-h"), 200)
+    starts = [machine.text(f"{number}.txt").count("time(s) before") for number in (0, 1)]
+    assert starts == [1, 2]
+
+
 @pytest.mark.parametrize("around", ["salloc --nodes 2 --ntasks 4", "srun --nodes 1 --exclusive"])
 def test_a_node_has_one_task_whatever_the_job_was_asked_for(
     cluster: SlurmCluster, machine: Machine, around: str
