@@ -53,7 +53,7 @@ class Kept:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of `hidden` and of the weight, once: they are scaled in place."""
         d_hidden, total = self.d_hidden, self.d_weight
-        self.give_up()  # compiled autograd hands it to a further backward, too
+        self.give_up()  # a further backward finds it, too
         if d_hidden is not None and factor != 1.0:
             d_hidden.mul_(factor)
         if d_weight is None or total is None:
@@ -98,6 +98,8 @@ class Keeper:
         if kept.is_given_up:
             return None
         self._kept, factor = None, kept.factor(grad)
+        if factor is None:
+            kept.give_up()
         self._wrong = 0 if factor is not None else self._wrong + 1
         if self._wrong == 3:
             logger.warning(

@@ -221,12 +221,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets = targets.reshape(lse.shape)
         ignored = targets == head.call.ignore_index
         given = [x.reshape(lse.shape).to(lse.dtype).masked_fill(ignored, 0.0) for x in grads]
-        kept, ctx.kept = ctx.kept, None
+        kept = ctx.kept
         factor = None if kept is None else head.call.keeper.factor(kept, given[0])
         if factor is not None:
             dh, dw = kept.times(factor, sums)
             return None if dh is None else dh.view(hidden.shape), dw, None, None
-        del kept  # its memory
         weighed = torch.stack(given).count_nonzero(0) > 0  # NaN is not 0
         tokens, index = head.spread.choose(hidden.reshape(-1, hidden.shape[-1]), weighed)
         targets, lse, grad = (take(x, index) for x in (targets, lse, given[0]))
