@@ -247,7 +247,9 @@ class _Table:
     def by_place(self, pairs: NDArray[Any]) -> NDArray[Any]:
         """Return what is known of two ranks by the places of both."""
         order = self.ranks.ravel()
-        return pairs[np.ix_(order, order)].reshape(2 * self.ranks.shape)
+        if (np.diff(order) != 1).any():  # else it is theirs already, which saves a large copy
+            pairs = pairs[np.ix_(order, order)]
+        return pairs.reshape(2 * self.ranks.shape)
 
     def by_rank(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return by rank what is known by place."""
