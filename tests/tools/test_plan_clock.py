@@ -140,25 +140,13 @@ def test_the_time_of_more_ranks_grows_with_what_bounds_it_and_keeps_the_rest() -
     machine = replace(H100, nic_rate=1.0, within_rate=1.0, gpus_per_nic=2)
     ring = Ring(Tiling(zigzag(32, 4), Mask.causal()), flat_grid(4))
     few = Traffic(rank=2, nic=2), timing.PassTime(device=7.0, host=1.0, kernels=5.0, sums=1.0)
-    fewer = Fewer([(ring, *few)], 3.0, machine)
+    fewer = Fewer({(Ring, Kind.KV): few}, 3.0, machine)
     assert fewer.seconds(ring, Traffic(rank=6, nic=6)) == 3 * 6 + 1, "computing: 1 is the first's"
     assert fewer.seconds(ring, Traffic(rank=20, nic=20)) == 2 * 20 + 1, "a NIC that two share"
     assert fewer.seconds(ring, Traffic(rank=50, nic=0)) == 50 + 1
     slower = replace(fewer, machine=replace(machine, contention=0.25))
     assert slower.seconds(ring, Traffic(rank=6, nic=6)) == 3 * 6 + 0.25 * 12
     assert fewer.seconds(replace(ring, sent=Kind.QUERY), Traffic(6, 6)) == float("inf")
-
-
-def test_a_mesh_of_more_ranks_takes_what_one_of_the_most_alike_form_does() -> None:
-    few, idle = Traffic(rank=0, nic=0), timing.PassTime(0.0, 0.0, 0.0, 0.0)
-    of_8 = [(mesh_of(8, held), few, idle._replace(device=held)) for held in (2, 4)]
-    fewer = Fewer(of_8, 4.0, H100)
-    for held, taken in ((2, 2), (4, 2), (8, 4), (16, 4)):
-        assert fewer.seconds(mesh_of(32, held), few) == taken
-
-
-def mesh_of(ranks: int, held: int) -> Mesh:
-    return Mesh(Tiling(zigzag(2 * ranks, ranks), Mask.causal()), flat_grid(ranks), held)
 
 
 def test_of_ranks_that_are_not_timed_as_many_are_as_make_a_mesh(
@@ -188,7 +176,7 @@ def test_more_ranks_than_are_timed_may_have_an_odd_number_of_tokens(
     config = BurstConfig(layout=LayoutName.CONTIGUOUS)
     assert planning.choose(config, tiling, grid, shape, nodes, links=links).forward
     for fewer in planning._of_fewer(config, tiling, shape, nodes, float("inf"), links):
-        assert fewer and all(time.kernels > 0 for *_, time in fewer.known)
+        assert fewer and all(time.kernels > 0 for _, time in fewer.known.values())
 
 
 def by_events(plans: list[Plan], links: timing.Links, backward: bool) -> tuple[float, ...]:

@@ -1,21 +1,23 @@
 """The time of a pass of more ranks than are put on the clock, by what fewer take."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_burst.plans.choice.cost import Traffic
 from megatron_burst.plans.choice.machine import Machine
 from megatron_burst.plans.choice.timing import PassTime
-from megatron_burst.plans.schedules.mesh import Mesh
+from megatron_burst.plans.schedules.plan import Kind
 from megatron_burst.plans.schedules.schedule import Schedule
+
+type _Way = tuple[type[Schedule], Kind]  # by which schedules of two numbers of ranks are the same
 
 
 @dataclass(frozen=True, slots=True)
 class Fewer:
     """What fewer ranks take for a pass, each way of theirs."""
 
-    known: Sequence[tuple[Schedule, Traffic, PassTime]]
+    known: Mapping[_Way, tuple[Traffic, PassTime]]
     more: float  # times as many are asked for
     machine: Machine
 
@@ -24,13 +26,10 @@ class Fewer:
 
         Computing grows with the ranks, and messages take what their bytes do, of computing as well
         if they slow it. What this does not explain of fewer's time stays: the first and the last.
-        Of meshes that of the most alike form counts.
         """
-        way, form = (type(schedule), schedule.sent), _form(schedule)
-        alike = [each for each in self.known if (type(each[0]), each[0].sent) == way]
-        if not alike:
+        if (known := self.known.get((type(schedule), schedule.sent))) is None:
             return math.inf
-        _, of_fewer, time = min(alike, key=lambda each: abs(_form(each[0]) - form))
+        of_fewer, time = known
         computing, links = time.kernels + time.sums, self._on_links(of_fewer)
         rest = time.device - self._together(computing, links)
         device = self._together(self.more * computing, self._on_links(sent)) + rest
@@ -42,10 +41,3 @@ class Fewer:
     def _on_links(self, sent: Traffic) -> float:
         away = sent.nic * self.machine.gpus_per_nic / self.machine.nic_rate
         return max(away, (sent.rank - sent.nic) / self.machine.within_rate)
-
-
-def _form(schedule: Schedule) -> float:
-    """Return the logarithm of the nodes of a mesh's column over those of its row."""
-    if not isinstance(schedule, Mesh):
-        return 0.0
-    return math.log(schedule.held / schedule.table.visitors)

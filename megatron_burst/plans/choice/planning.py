@@ -20,7 +20,6 @@ from megatron_burst.plans.schedules.topology import Grid, by_node, choose_grid
 from megatron_burst.plans.visibility.layout import zigzag
 
 TIMED = 256  # ranks of a ring that are put on the clock, which takes their square, or about
-_MESHES = 3  # of a kind that are timed, those of fewest bytes: within 0.1 % of the best of all
 _NEAR = 1.005  # of the fastest's time; up to it a mesh comes last, and fewer bytes first
 _UNEVEN = 1.05  # how much more than in the most even ring a rank may compute if nothing is timed
 
@@ -167,7 +166,7 @@ def _of_fewer(
     choice = choose(config, Tiling(layout, tiling.mask), grid, shape, fewer, memory_limit, links)
 
     def timed(offers: Sequence[Offer]) -> Fewer:
-        known = [(x.schedule, x.cost, x.time) for x in offers if x.time]
+        known = {(type(x.schedule), x.schedule.sent): (x.cost, x.time) for x in offers if x.time}
         return Fewer(known, len(nodes) / len(fewer), links.machine)
 
     return timed(choice.forward), timed(choice.backward)
@@ -277,7 +276,7 @@ class _Pass:
             yield from (Direct(self.tiling, self.grid, kind) for kind in self._kinds())
 
     def _mesh(self) -> Iterator[Offer]:
-        """Those of fewest bytes, if everybody needed all: one, or on the clock some of a kind."""
+        """Those of fewest bytes, if everybody needed all: one, or on the clock one of a kind."""
         if not self.config.may_take_mesh or self.grid.ranks == 1:
             return
         if self.config.topology is Topology.AUTO and len(set(self.nodes)) == 1:
@@ -287,13 +286,11 @@ class _Pass:
         if not fitting and self.config.topology is Topology.MESH:
             memory = [offer.memory for offer in every]
             raise ValueError(_no_mesh(self.grid, memory, self.memory_limit))
-        fitting = sorted(fitting, key=attrgetter("order"))
-        taken = fitting[:1]
-        if self.clock:
-            by_kind = ([x for x in fitting if x.schedule.sent is kind] for kind in Kind)
-            taken = [mesh for of_kind in by_kind for mesh in of_kind[:_MESHES]]
-        for mesh in taken:
-            yield self._offer(mesh.schedule, self._by_formula(mesh.cost))
+        met = set[Kind]()
+        for best in sorted(fitting, key=attrgetter("order")):
+            if best.schedule.sent not in met and (self.clock or not met):
+                met.add(best.schedule.sent)
+                yield self._offer(best.schedule, self._by_formula(best.cost))
 
     def _meshes(self) -> Iterator[Offer]:
         """All of them, with what they would send if everybody needed all blocks."""
