@@ -30,8 +30,9 @@ while (($#)); do
 done
 if [[ -z $names ]]; then usage >&2; exit 2; fi
 
-failed=() compare="" told=0
-trap 'told=1; kill "$compare" 2>/dev/null || exit 143' TERM INT HUP
+failed=() told=0
+# Of `jobs`, for a signal may come before the next line has what $! is.
+trap 'told=1; kill $(jobs -p) 2>/dev/null || exit 143' TERM INT HUP
 set -f # patterns are for the names of runs, not for files
 for pattern in $names; do
     found=$("$python" -m megatron_burst plan --list "$pattern" | sed -n '/^runs:$/,$ s/^  //p')
