@@ -45,6 +45,7 @@ def test_without_an_environment_of_its_own_a_series_takes_python3(machine: Machi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_a_series_ends_what_it_compares(machine: Machine, number: int) -> None:
     """Ctrl-C goes to all of its processes, a batch system's SIGTERM to the script alone."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     job = machine.start("multi_exp.sh", "--runs", "toy*", "--", "--hang")
     pid = int(wait_for(lambda: machine.text("hanging").strip()))
     job.send_signal(number)
